@@ -225,7 +225,7 @@ class RequestError(ExpertMeshError):
         self.retry_after_s = retry_after_s
 
     def info(self) -> ErrorInfo:
-        """The error in the form in which it travels along the token path."""
+        """Return the error in the form in which it travels along the token path."""
         return ErrorInfo(code=self.code, message=self.message, param=self.param, retry_after_s=self.retry_after_s)
 
 
@@ -371,7 +371,7 @@ def _subclasses(root: type[RequestError]) -> Iterator[type[RequestError]]:
 
 
 def error_from_info(info: ErrorInfo) -> RequestError:
-    """The typed error that ``info`` describes; an unknown code becomes :class:`InternalError`."""
+    """Return the typed error that ``info`` describes; an unknown code becomes :class:`InternalError`."""
     by_code = {error.code: error for error in _subclasses(RequestError)}
     error = by_code.get(info.code, InternalError)
     return error(info.message, param=info.param, retry_after_s=info.retry_after_s)

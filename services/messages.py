@@ -51,7 +51,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     ignore_eos: bool = False
 
     def scores(self, prompt_len: int) -> int:
-        """How many log-probabilities the sequence may get: one for each token scored, and one for each alternative."""
+        """Return how many log-probabilities the sequence may get: one per token scored and one per alternative."""
         of_prompt = 0 if self.prompt_logprobs is None else prompt_len * (1 + self.prompt_logprobs)
         return of_prompt + (0 if self.logprobs is None else self.max_tokens * (1 + self.logprobs))
 
@@ -121,7 +121,7 @@ class PromptScores(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     top_logprobs: bytes = b""
 
     def __len__(self) -> int:
-        """Tokens scored."""
+        """Return how many tokens are scored."""
         return len(self.logprobs) // 4
 
     @property
@@ -129,7 +129,7 @@ class PromptScores(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         return len(self.logprobs) + len(self.top_ids) + len(self.top_logprobs)
 
     def each(self) -> Iterator[TokenLogprob]:
-        """The log-probabilities token by token."""
+        """Yield the log-probabilities token by token."""
         width = self.width
         ids = struct.unpack(f"<{len(self) * width}i", self.top_ids)
         values = struct.unpack(f"<{len(self) * width}f", self.top_logprobs)
@@ -170,7 +170,7 @@ EVENT_BYTES, SCORE_BYTES = 128, 16
 
 
 def event_bytes(events: Sequence[TokenEvent]) -> int:
-    """Roughly the bytes that ``events`` take while they wait to be sent. Most are plain; a step has hundreds."""
+    """Return roughly the bytes that ``events`` take while they wait to be sent. Most are plain; a step has hundreds."""
     plain = EVENT_BYTES * len(events)
     rich = (event for event in events if event.logprob or event.scores or event.prompt_logprobs)
     return plain + sum(event.nbytes - EVENT_BYTES for event in rich)
@@ -279,7 +279,7 @@ LATENCY_BUCKETS = len(LATENCY_EDGES) + 1
 
 
 def latency_bucket(seconds: float, target_s: float) -> int:
-    """Number of the bucket into which a latency falls."""
+    """Return the number of the bucket into which a latency falls."""
     return bisect_left(LATENCY_EDGES, seconds / target_s)
 
 
@@ -316,7 +316,7 @@ class SeatRows(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     rows: dict[int, tuple[int, ...]]
 
     def since(self, earlier: SeatRows | None) -> dict[int, tuple[int, ...]]:
-        """Rows computed after ``earlier``; all rows if ``earlier`` counted another group."""
+        """Return the rows computed after ``earlier``; all rows if ``earlier`` counted another group."""
         if earlier is None or earlier.digest != self.digest:
             return self.rows
         return {
@@ -333,7 +333,7 @@ Message = GenerateRequest | InboxMessage | WorkerInfo | ExpertInfo | SeatReport 
 
 
 def encode(message: Message | Sequence[ResultEvent]) -> bytes:
-    """``message`` as msgpack bytes."""
+    """Return ``message`` as msgpack bytes."""
     return _encoder.encode(message)
 
 

@@ -31,7 +31,7 @@ ALL_LAYERS = "all"
 
 
 def unreadable(registry: CollectorRegistry, role: str = "") -> Counter:
-    """The counter of unreadable messages, which every role has that reads from Redis."""
+    """Return the counter of unreadable messages, which every role has that reads from Redis."""
     text = "Messages and records in Redis that could not be read, by kind; see `expertmesh queue unreadable`."
     return _Series(registry, role).counter("unreadable_messages_total", text, "kind")
 

@@ -18,7 +18,7 @@ _NAME_BYTES = 16
 
 
 def prefix_root(scope: PrefixScope, tenant: str, salt: str) -> bytes:
-    """Name of the empty prefix: equal for requests that may share their prefixes, and for no others.
+    """Return the name of the empty prefix: equal for requests that may share their prefixes, and for no others.
 
     >>> prefix_root("all", "alice", "") == prefix_root("all", "bob", "")
     True
@@ -33,7 +33,7 @@ def prefix_root(scope: PrefixScope, tenant: str, salt: str) -> bytes:
 
 
 def prefix_chain(token_ids: Sequence[int], block_size: int, root: bytes) -> Iterator[bytes]:
-    """Names of all prefixes that are whole blocks of ``token_ids`` behind the prefix ``root``, shortest first.
+    """Yield names of all prefixes that are whole blocks of ``token_ids`` behind the prefix ``root``, shortest first.
 
     A name is a cryptographic hash, because a collision would hand one client's context to another.
 

@@ -89,7 +89,7 @@ class RoutingTable(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
 
 def even_groups(layers: list[int], num_experts: int, groups: int) -> tuple[ShardGroup, ...]:
-    """``groups`` of consecutive experts, the same in every layer and as even as possible, before any load is known.
+    """Return ``groups`` of consecutive experts, the same in every layer and as even as possible, before load is known.
 
     Raises:
         ConfigError: there are more groups than experts.

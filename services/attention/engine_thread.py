@@ -35,7 +35,7 @@ class SteppedEngine(Protocol):
     def step(self) -> list[TokenEvent]: ...
 
     def held(self) -> dict[str, int]:
-        """Attempt of every request that has not ended."""
+        """Return the attempt of every request that has not ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,8 +160,8 @@ class EngineThread:
         return self._unpublished
 
     def has_room(self, tokens: int, nbytes: int) -> bool:
-        """Whether the engine may make events: those not yet published are fewer than ``tokens`` and take less than
-        about ``nbytes``, the publisher left none behind, and the engine is not held."""
+        """Return whether the engine may make events: those not yet published are fewer than ``tokens`` and take less
+        than about ``nbytes``, the publisher left none behind, and the engine is not held."""
         if self._held or self._left_over:
             return False
         return self._unpublished < tokens and self._unpublished_bytes < nbytes
@@ -248,6 +248,6 @@ class EngineThread:
 
 
 def _fitting(events: Sequence[TokenEvent], nbytes: int) -> int:
-    """How many of the first ``events`` take about ``nbytes`` together; at least 1."""
+    """Return how many of the first ``events`` take about ``nbytes`` together; at least 1."""
     sizes = accumulate(event.nbytes for event in events)
     return max(1, sum(1 for _ in takewhile(lambda size: size <= nbytes, sizes)))

@@ -20,7 +20,7 @@ class InFlightRequests:
         return len(self._attempts)
 
     def held(self) -> dict[str, int]:
-        """A copy, for a heartbeat."""
+        """Return a copy, for a heartbeat."""
         return dict(self._attempts)
 
     def open(self, request_id: str, attempt: int) -> bool:
@@ -39,5 +39,5 @@ class InFlightRequests:
             self._empty.set()
 
     async def emptied(self) -> None:
-        """Returns once nothing is held."""
+        """Return once nothing is held."""
         await self._empty.wait()

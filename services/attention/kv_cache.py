@@ -43,7 +43,7 @@ class KVCache:
         """Token id of each slot; 0 where none was written."""
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        """``(k_NBKH, v_NBKH)`` of one layer."""
+        """Return ``(k_NBKH, v_NBKH)`` of one layer."""
         kv_2NBKH = self._layers[layer]
         return kv_2NBKH[0], kv_2NBKH[1]
 
@@ -63,12 +63,12 @@ class KVCache:
 
 
 def block_bytes(spec: ModelSpec, *, block_size: int, dtype: torch.dtype) -> int:
-    """Bytes of the keys and values of one block over all layers."""
+    """Return the bytes of the keys and values of one block over all layers."""
     return 2 * spec.num_layers * block_size * spec.num_kv_heads * spec.head_dim * dtype.itemsize
 
 
 def blocks_within(memory_gib: float, spec: ModelSpec, *, block_size: int, dtype: torch.dtype) -> int:
-    """Blocks that fit into ``memory_gib``.
+    """Return how many blocks fit into ``memory_gib``.
 
     Raises:
         ConfigError: not even one does.

@@ -206,7 +206,7 @@ class LockstepEngine:
         return self._engine.stats()
 
     def step(self) -> list[TokenEvent]:
-        """One turn of all ranks, or the agreement that there is nothing to do.
+        """Take one turn of all ranks, or agree that there is nothing to do.
 
         Raises:
             LockstepBroken: a rank is gone; this one cannot go on either.

@@ -47,7 +47,7 @@ class LockstepService(AttentionService):
                 await _close(self._rank)
 
     def _build(self) -> Built[LockstepEngine]:
-        """Raises LockstepBroken, too: the ranks have to start again."""
+        """Build the engine. Raises LockstepBroken, too: the ranks have to start again."""
         settings = self._settings
         served = served_model(settings, rank=settings.rank)
         rank = LockstepRank(settings, served.spec, dtype=served.dtype, device=served.device)

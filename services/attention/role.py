@@ -20,5 +20,5 @@ async def attend(settings: Settings, stop: asyncio.Event) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code of the role."""
+    """Return the exit code of the role."""
     return run_role(ATTENTION, attend, argv)

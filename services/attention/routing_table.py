@@ -39,13 +39,13 @@ class TableFollower:
         self._news = asyncio.Event()
 
     def missing(self) -> list[str]:
-        """The shard groups, or the table, that it waits for; for /ready."""
+        """Return the shard groups, or the table, that it waits for; for /ready."""
         if not self._epoch:
             return ["a routing table"]
         return [f"experts of group {number}" for number in self._link.missing()]
 
     async def ready(self) -> None:
-        """Returns once every shard group can be reached."""
+        """Return once every shard group can be reached."""
         logged = ""
         while self.missing():
             if not await asyncio.to_thread(self._link.wait_ready, BLOCK_MS / 1000):
@@ -68,7 +68,7 @@ class TableFollower:
             await self._deregister()
 
     async def _begin(self) -> None:
-        """A table of another model is what the namespace served before: there will be a newer one."""
+        """Take the first table of this model. Another model's is from before: a newer one will come."""
         enter = partial(self._reader.enter, self._worker_id, self._lease_s)
         while True:
             table = await until_answered("routing table", enter, Backoff())

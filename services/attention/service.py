@@ -76,7 +76,7 @@ class AttentionService:
             await self._with_experts(built, metrics_url, stop)
 
     def missing(self) -> list[str]:
-        """Names of things that the worker waits for before it serves; for /ready."""
+        """Return the names of things that the worker waits for before it serves; for /ready."""
         experts = self._experts.missing() if self._experts else []
         awaited = "weights" if self._experts is None else "kernels"
         return experts + (self._worker.missing() if self._worker else [] if experts else [awaited])
@@ -162,7 +162,7 @@ class AttentionService:
             engine.warm_up(stopped)
 
     def _observers(self, built: Built[Any]) -> list[Callable[[], None]]:
-        """Functions that each bring some series up to date."""
+        """Return functions that each bring some series up to date."""
         metrics, by_layer = self._metrics, self._settings.layer_series
         observers = [ExpertObserver(metrics, built.link.expert_rows, by_layer=by_layer).refresh]
         if built.remote:

@@ -113,7 +113,7 @@ class AttentionWorker:
         return self._thread.unpublished
 
     def has_room(self, tokens: int, nbytes: int) -> bool:
-        """Whether the engine may step (:meth:`EngineThread.has_room`), if it pauses by itself."""
+        """Return whether the engine may step (:meth:`EngineThread.has_room`), if it pauses by itself."""
         return self._thread.has_room(tokens, nbytes)
 
     def nudge(self) -> None:
@@ -121,11 +121,11 @@ class AttentionWorker:
         self._thread.nudge()
 
     def held(self) -> dict[str, int]:
-        """Request id -> attempt, of requests that have been accepted and not ended in Redis."""
+        """Return request id -> attempt, of requests that have been accepted and not ended in Redis."""
         return self._in_flight.held()
 
     def missing(self) -> list[str]:
-        """Names of things that the worker waits for before it takes requests; for /ready."""
+        """Return the names of things that the worker waits for before it takes requests; for /ready."""
         if not self._registration.registered:
             return ["registration"]
         return ["Redis"] if self._heartbeat_backoff.failing else []

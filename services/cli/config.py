@@ -26,7 +26,7 @@ def _as_json(layered: Layered) -> str:
 
 
 def _shown(layered: Layered) -> dict[str, object]:
-    """Values of all settings, without hidden ones that are not set."""
+    """Returns the values of all settings, without hidden ones that are not set."""
     values = layered.settings.shown()
     return {name: value for name, value in values.items() if name in layered.origins or not is_hidden(name)}
 

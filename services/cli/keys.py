@@ -199,7 +199,7 @@ async def _revoke(name: str, book: KeyBook) -> None:
 
 
 async def _found(name: str, book: KeyBook) -> list[ApiKey]:
-    """Keys with this name, or whose hash, as `list` shows it, begins so."""
+    """Returns the keys with this name, or whose hash, as `list` shows it, begins so."""
     found = [key for key in await book.read() if key.name == name or (len(name) >= 8 and key.sha256.startswith(name))]
     if not found:
         raise ConfigError(f"There is no key {name!r}.", hint="See `expertmesh keys list`.")

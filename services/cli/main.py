@@ -55,7 +55,7 @@ def _version(argv: Arguments) -> int:
 
 
 def _from(module: str) -> Callable[[Arguments], int]:
-    """The ``main`` of ``module``, imported when it is called."""
+    """Returns the ``main`` of ``module``, imported when it is called."""
 
     def run(argv: Arguments) -> int:
         code: int = importlib.import_module(module).main(argv)

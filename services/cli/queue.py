@@ -115,7 +115,7 @@ class Retry:
             await self._queue.heartbeat(self._settings.lease)
 
     async def _follow(self, request: GenerateRequest) -> tuple[list[int], TokenEvent]:
-        """The generated tokens and the event that ended them."""
+        """Returns the generated tokens and the event that ended them."""
         tokens = request.token_ids[request.prompt_len :]
         last_id = FIRST_ID
         while True:
@@ -190,5 +190,5 @@ def _moment(when_ms: int) -> str:
 
 
 def _text(token_ids: Sequence[int], codec: TextCodec | None) -> str:
-    """The text, printable, where --model names the tokenizer; else the ids."""
+    """Returns the text, printable, where --model names the tokenizer; else the ids."""
     return printable(codec.decode(token_ids)) if codec else " ".join(map(str, token_ids))

@@ -26,14 +26,14 @@ class Source(Protocol):
         """Whether the name always stands for this revision."""
 
     def files(self) -> list[str]:
-        """Names of the checkpoint's files, with slashes between folders."""
+        """Returns the names of the checkpoint's files, with slashes between folders."""
 
     def bring(self, folder: Path) -> None:
         """Puts the checkpoint's files into ``folder``. Raises CheckpointError or OSError where that fails."""
 
 
 def open_source(source: str, folder: Path) -> Source:
-    """The source named ``source``, from which ``folder`` is to be filled.
+    """Returns the source named ``source``, from which ``folder`` is to be filled.
 
     Raises:
         CheckpointError: the source is not there, or is inside ``folder``.
@@ -98,7 +98,7 @@ def _open_hub(source: str) -> Source:
 
 
 def _plain(names: Iterable[str]) -> list[str]:
-    """Names, without those of hidden files and those that lead out of the folder."""
+    """Returns the names, without those of hidden files and those that lead out of the folder."""
     return sorted(name for name in names if not any(part[0] in "./" for part in PurePosixPath(name).parts))
 
 

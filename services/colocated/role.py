@@ -63,7 +63,7 @@ class ColocatedRole:
         await run_both(self._attention, self._experts, metrics_url, stop)
 
     def missing(self) -> list[str]:
-        """Names of things that either worker waits for; for /ready."""
+        """Return the names of things that either worker waits for; for /ready."""
         return list(dict.fromkeys([*self._experts.missing(), *self._attention.missing()]))
 
 
@@ -81,5 +81,5 @@ async def colocate(settings: Settings, stop: asyncio.Event) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code of the role."""
+    """Return the exit code of the role."""
     return run_role(COLOCATED, colocate, argv)

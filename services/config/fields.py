@@ -21,7 +21,7 @@ COMPUTING: tuple[Role, ...] = (ATTENTION, EXPERTS)
 
 
 def setting(default: Any, summary: str, *, roles: tuple[Role, ...] = ROLES, hidden: bool = False, **bounds: Any) -> Any:
-    """A field with its help and the roles that read it; ``bounds`` are pydantic's ge, gt, le, lt, pattern ...
+    """Returns a field with its help and the roles that read it; ``bounds`` are pydantic's ge, gt, le, lt, pattern ...
 
     ``hidden``: the supervisor, the chart or tests set it; help and tables omit it.
     """
@@ -29,5 +29,5 @@ def setting(default: Any, summary: str, *, roles: tuple[Role, ...] = ROLES, hidd
 
 
 def option(name: str) -> str:
-    """``max_model_len`` as it is written on the command line: ``--max-model-len``."""
+    """Returns ``max_model_len`` as it is written on the command line: ``--max-model-len``."""
     return "--" + name.replace("_", "-")

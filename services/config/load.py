@@ -43,7 +43,7 @@ class Layered:
     origins: Mapping[str, str]
 
     def origin(self, name: str) -> str:
-        """The origin of the value of ``name``: an option, a variable, a file or ``default``."""
+        """Returns the origin of the value of ``name``: an option, a variable, a file or ``default``."""
         return self.origins.get(name, "default")
 
 
@@ -56,7 +56,7 @@ class _Source:
     values: Mapping[str, object]
 
     def key(self, name: str) -> str:
-        """The setting ``name`` as users write it in this source."""
+        """Returns the setting ``name`` as users write it in this source."""
         if self.prefix == ENV_PREFIX:
             return ENV_PREFIX + name.upper()
         return option(name) if self.prefix == "--" else name
@@ -66,7 +66,7 @@ class _Source:
 
 
 def nearest_hint(word: str, known: Iterable[str]) -> str | None:
-    """``Did you mean ...?`` if something in ``known`` resembles ``word``."""
+    """Returns ``Did you mean ...?`` if something in ``known`` resembles ``word``."""
     best = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f"Did you mean {best[0]}?" if best else None
 
@@ -74,14 +74,14 @@ def nearest_hint(word: str, known: Iterable[str]) -> str | None:
 def load_settings(
     argv: Sequence[str] | None = None, *, role: Role | None = None, overrides: Mapping[str, object] | None = None
 ) -> Settings:
-    """Settings of one process. See :func:`load_layered`."""
+    """Returns the settings of one process. See :func:`load_layered`."""
     return load_layered(argv, role=role, overrides=overrides).settings
 
 
 def load_layered(
     argv: Sequence[str] | None = None, *, role: Role | None = None, overrides: Mapping[str, object] | None = None
 ) -> Layered:
-    """Settings and their origins, from ``argv`` (``sys.argv`` for None) > environment > file > defaults.
+    """Returns the settings and their origins, from ``argv`` (``sys.argv`` for None) > environment > file > defaults.
 
     ``role`` restricts the options to those that concern it, and requires what it cannot run without; ``overrides`` beat
     everything.
@@ -97,7 +97,7 @@ def load_layered(
 
 
 def parse_options(parser: OptionParser, argv: Sequence[str], names: Sequence[str]) -> dict[str, Any]:
-    """Values in ``argv`` of the settings in ``names``, of ``config``, and of the arguments that ``parser`` had before.
+    """Returns values in ``argv`` of the settings in ``names``, of ``config``, and of the arguments that ``parser`` had.
 
     Raises:
         ConfigError: an option is unknown, does not belong here, or lacks its value.
@@ -230,7 +230,7 @@ def _config_error(error: ValidationError, source: _Source) -> ConfigError:
 
 
 def expected(name: str) -> str:
-    """Values that the setting ``name`` takes: type, bounds or choices."""
+    """Returns the values that the setting ``name`` takes: type, bounds or choices."""
     field = Settings.model_fields[name]
     kind = bare(field.annotation)
     if name == "redis_url":

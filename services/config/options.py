@@ -19,7 +19,7 @@ class OptionParser(argparse.ArgumentParser):
         super().__init__(prog=prog, description=description, allow_abbrev=False, **kwargs)
 
     def option_names(self) -> list[str]:
-        """Names of all options, with their dashes."""
+        """Returns the names of all options, with their dashes."""
         return [name for action in self._actions for name in action.option_strings]
 
     def error(self, message: str) -> NoReturn:
@@ -27,7 +27,7 @@ class OptionParser(argparse.ArgumentParser):
 
 
 def bare(annotation: Any) -> Any:
-    """``annotation`` without ``| None``."""
+    """Returns ``annotation`` without ``| None``."""
     if get_origin(annotation) is types.UnionType:
         (annotation,) = (part for part in get_args(annotation) if part is not type(None))
     return annotation
@@ -56,7 +56,7 @@ _COUNTS = ("expert_workers", "expert_groups")
 
 
 def concerned(role: Role | None) -> list[str]:
-    """Names of the settings of ``role``; of all roles for None."""
+    """Returns the names of the settings of ``role``; of all roles for None."""
     if role in (COLOCATED, WORKERS):
         both = {*concerned(ATTENTION), *concerned(EXPERTS)} - {*SECTIONS["lockstep"].model_fields, *_FIXED[role]}
         known = both | {*(_COUNTS if role == WORKERS else ())}

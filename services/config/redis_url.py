@@ -38,7 +38,7 @@ class SentinelUrl:
 
     @classmethod
     def parse(cls, url: str) -> SentinelUrl:
-        """The parts of ``url``. Raises ValueError."""
+        """Returns the parts of ``url``. Raises ValueError."""
         scheme, _, rest = url.partition("://")
         netloc = re.split(r"[/?#]", rest, maxsplit=1)[0]
         parts = urlsplit(rest[len(netloc) :])  # urlsplit refuses several hosts of which one is in brackets
@@ -62,7 +62,7 @@ class SentinelUrl:
 
 
 def scheme_of(url: str) -> str:
-    """The scheme of ``url`` in lower case; empty without one."""
+    """Returns the scheme of ``url`` in lower case; empty without one."""
     scheme, found, _ = url.partition("://")
     return scheme.lower() if found else ""
 
@@ -75,7 +75,7 @@ def _address(text: str) -> tuple[str, int]:
 
 
 def read(file: Path) -> str:
-    """The URL in ``file``. Raises OSError, or ValueError, which does not show the contents."""
+    """Returns the URL in ``file``. Raises OSError, or ValueError, which does not show the contents."""
     try:
         return checked(file.read_text(encoding="utf-8").strip())
     except ValueError:
@@ -83,7 +83,7 @@ def read(file: Path) -> str:
 
 
 def checked(url: str) -> str:
-    """``url`` if it is a Redis URL of some kind. Raises ValueError."""
+    """Returns ``url`` if it is a Redis URL of some kind. Raises ValueError."""
     if scheme_of(url) in SENTINEL_SCHEMES:
         SentinelUrl.parse(url)
         return url

@@ -36,7 +36,7 @@ def require(settings: Settings, role: Role | None) -> None:
 
 
 def _parts(settings: Settings, role: Role | None) -> list[tuple[Role, Settings]]:
-    """The roles that ``role`` consists of, each with its settings, where it consists of several."""
+    """Returns the roles that ``role`` consists of, each with its settings, where it consists of several."""
     if role == COLOCATED:
         both = colocated(settings)
         return [(ATTENTION, both), (EXPERTS, both)]
@@ -49,8 +49,8 @@ def _parts(settings: Settings, role: Role | None) -> list[tuple[Role, Settings]]
 
 
 def colocated(settings: Settings) -> Settings:
-    """Settings of an attention worker and an expert worker in one process: without a lane to itself, and without
-    overlap, since this GPU computes experts, too.
+    """Returns the settings of an attention worker and an expert worker in one process: without a lane to itself, and
+    without overlap, since this GPU computes experts, too.
 
     Raises:
         ConfigError: something else was asked for.
@@ -251,7 +251,7 @@ def _encrypted_rows_have_no_lane(settings: Settings, role: Role | None) -> None:
 
 
 def _connects(settings: Settings, role: Role | None) -> bool:
-    """Whether rows go between this process and attention or expert workers."""
+    """Returns whether rows go between this process and attention or expert workers."""
     return role == EXPERTS or (role == ATTENTION and settings.uses_seats)
 
 

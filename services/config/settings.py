@@ -87,7 +87,7 @@ class Settings(  # pydantic takes the fields of the last base first
         return value.expanduser() if value else value
 
     def shown(self) -> dict[str, object]:
-        """The values as JSON types, secrets masked."""
+        """Returns the values as JSON types, secrets masked."""
         values: dict[str, object] = self.model_dump(mode="json")
         return values | {"redis_url": mask_url(self.redis_url) if self.redis_url else None}
 
@@ -96,12 +96,12 @@ class Settings(  # pydantic takes the fields of the last base first
 
 
 def roles_of(name: str) -> tuple[Role, ...]:
-    """The roles that the setting ``name`` concerns."""
+    """Returns the roles that the setting ``name`` concerns."""
     return tuple(role for role in ROLES if role in _facts(name)["roles"])
 
 
 def is_hidden(name: str) -> bool:
-    """Whether processes hand the setting ``name`` to one another and users do not set it: help and tables omit it."""
+    """Returns whether processes hand the setting ``name`` on and users do not set it: help and tables omit it."""
     return bool(_facts(name)["hidden"])
 
 
@@ -112,6 +112,6 @@ def _facts(name: str) -> dict[str, Any]:
 
 
 def mask_url(url: str) -> str:
-    """``url`` with its password, in the authority or in the query, as ``***``."""
+    """Returns ``url`` with its password, in the authority or in the query, as ``***``."""
     authority = re.sub(r"(?<=://)([^:/@?#]*):.*@", r"\1:***@", url)
     return re.sub(r"([?&](?:sentinel_)?password=)[^&#]*", r"\1***", authority)

@@ -12,7 +12,7 @@ _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def docstrings() -> Iterator[str]:
-    """Docstrings of the library's top-level modules, always in the same order: about 900 kB."""
+    """Yields the docstrings of the library's top-level modules, always in the same order: about 900 kB."""
     for file in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, _DOCUMENTED) and (text := ast.get_docstring(node, clean=False)):

@@ -22,7 +22,7 @@ CHAT_TEMPLATE = (
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """A tokenizer of exactly ``vocab_size`` entries, special ones first. The same texts give the same tokenizer."""
+    """Trains a tokenizer of exactly ``vocab_size`` entries, special ones first. The same texts give the same one."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -38,7 +38,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def tokenizer_config(max_length: int) -> dict[str, object]:
-    """``tokenizer_config.json``."""
+    """Returns the contents of ``tokenizer_config.json``."""
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": max_length,

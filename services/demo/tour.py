@@ -52,7 +52,7 @@ def _require_client() -> None:
 
 
 def _demo_model() -> Path:
-    """The pocket model or, where it is missing, one with random weights, made once."""
+    """Returns the pocket model or, where it is missing, one with random weights, made once."""
     if (POCKET_MODEL / "config.json").exists():
         return POCKET_MODEL
     if not (RANDOM_MODEL / "config.json").exists():
@@ -64,12 +64,12 @@ def _demo_model() -> Path:
 
 
 def prompt_for(model: Path | None) -> str:
-    """A prompt that the pocket model was trained for, or one that any model can continue."""
+    """Returns a prompt that the pocket model was trained for, or one that any model can continue."""
     return _POCKET_PROMPT if model == POCKET_MODEL else _PROMPT
 
 
 def _port(settings: Settings) -> int:
-    """The default port, or a free one where that is taken."""
+    """Returns the default port, or a free one where that is taken."""
     try:
         return check_port(settings.host, settings.port)
     except PortInUse:
@@ -90,7 +90,7 @@ async def _stream_completion(url: str, model: str, prompt: str) -> None:
 
 
 def invitation(url: str, model: str, prompt: str) -> str:
-    """Text that says how to go on by hand."""
+    """Returns the text that says how to go on by hand."""
     body = json.dumps({"model": model, "prompt": prompt, "max_tokens": 40, "temperature": 0, "stream": True})
     return (
         f"Try it yourself:\n\n  curl -N {url}/v1/completions -H 'Content-Type: application/json' -d '{body}'\n\n"

@@ -20,7 +20,7 @@ _SHARPNESS = 1.5
 def make_weights(
     config: dict[str, Any], token_ids: list[int], dtype: torch.dtype, *, seed: int
 ) -> dict[str, torch.Tensor]:
-    """Tensors of a qwen3_moe checkpoint under the hub's names. The same arguments give the same bits."""
+    """Returns the tensors of a qwen3_moe checkpoint under the hub's names. The same arguments give the same bits."""
     generator = torch.Generator().manual_seed(seed)
     embed_VD, head_VD = _followers(token_ids, config["vocab_size"], config["hidden_size"], generator)
     tensors = {"model.embed_tokens.weight": embed_VD, "lm_head.weight": head_VD}
@@ -33,7 +33,7 @@ def make_weights(
 def _followers(
     token_ids: list[int], vocab_size: int, hidden_size: int, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Embedding and output layer, [V, D] each: their product is close to log P(next | token) up to the row's mean."""
+    """Makes embedding and output layer, [V, D] each: their product is near log P(next | token) up to the row's mean."""
     ids = torch.tensor(token_ids)
     counts_VV = torch.zeros(vocab_size, vocab_size)
     counts_VV.index_put_((ids[:-1], ids[1:]), torch.ones(len(ids) - 1), accumulate=True)
@@ -47,7 +47,7 @@ def _followers(
 
 
 def _left_basis(matrix_VV: torch.Tensor, rank: int, generator: torch.Generator) -> torch.Tensor:
-    """Orthonormal columns close to the ``rank`` leading left singular vectors (randomised subspace iteration)."""
+    """Returns orthonormal columns near the ``rank`` leading left singular vectors (randomised subspace iteration)."""
     sketch_VD = matrix_VV @ torch.randn(matrix_VV.shape[1], rank, generator=generator)
     for _ in range(2):
         sketch_VD = matrix_VV @ (matrix_VV.T @ torch.linalg.qr(sketch_VD).Q)
@@ -56,7 +56,7 @@ def _left_basis(matrix_VV: torch.Tensor, rank: int, generator: torch.Generator) 
 
 
 def _shapes(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Name and shape of every tensor but the embeddings, in the hub's order."""
+    """Yields name and shape of every tensor but the embeddings, in the hub's order."""
     hidden, head = config["hidden_size"], config["head_dim"]
     queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
     for index in range(config["num_hidden_layers"]):

@@ -114,24 +114,24 @@ class RemoteLink(Protocol):
         ...
 
     def oldest_epoch(self) -> int:
-        """Epoch of the oldest table that is still needed: the newest, or one that lists a seat, gone since, that owes
-        an answer."""
+        """Return the epoch of the oldest table that is still needed: the newest, or one that lists a seat, gone since,
+        that owes an answer."""
         ...
 
     def missing(self) -> tuple[int, ...]:
-        """Numbers of the shard groups that no seat can be reached for."""
+        """Return the numbers of the shard groups that no seat can be reached for."""
         ...
 
     def wait_ready(self, seconds: float) -> bool:
-        """Whether every shard group could be reached at some moment of that time."""
+        """Return whether every shard group could be reached at some moment within ``seconds``."""
         ...
 
     def stalled_s(self) -> dict[int, float]:
-        """Seconds that ``combine`` has waited since the start, by shard group."""
+        """Return the seconds that ``combine`` has waited since the start, by shard group."""
         ...
 
     def faults(self) -> dict[str, int]:
-        """Connections that were refused or ended because of the peer, by reason."""
+        """Return how many connections were refused or ended because of the peer, by reason."""
         ...
 
     def close(self) -> None:

@@ -38,7 +38,7 @@ class LocalLink(CountedLink):
         return "local"
 
     def capture_context(self, rows: int) -> AbstractContextManager[Hashable | None]:
-        """Exchanges inside are ordinary ones: no row leaves this process, and rows without ids are not counted."""
+        """Leave exchanges inside as they are: no row leaves this process, and rows without ids are not counted."""
         del rows
         return nullcontext("local")
 

@@ -54,7 +54,7 @@ class Checkpoint:
         self._stack.close()
 
     def read(self, name: str) -> Tensor:
-        """The tensor called ``name``, mapped from its file, in the dtype it has there. Do not write to it."""
+        """Return the tensor called ``name``, mapped from its file, in the dtype it has there. Do not write to it."""
         from safetensors import SafetensorError, safe_open
 
         entry = self._entries[name]
@@ -70,7 +70,7 @@ class Checkpoint:
         return self._entries[name]
 
     def nbytes(self, names: Iterable[str]) -> int:
-        """Bytes that the tensors ``names`` take on disk."""
+        """Return how many bytes the tensors ``names`` take on disk."""
         return sum(self._entries[name].nbytes for name in names)
 
     def _check(self, spec: ModelSpec) -> None:
@@ -104,7 +104,7 @@ class Checkpoint:
 
 
 def _read_entries(model_dir: Path) -> dict[str, TensorEntry]:
-    """Every tensor of the folder's weight files, or, if there is an index, every tensor in it."""
+    """Return every tensor of the folder's weight files, or, if there is an index, every tensor in it."""
     index = model_dir / INDEX
     if not index.is_file():
         return _merge_headers(_weight_files(model_dir))
@@ -152,7 +152,7 @@ def _merge_headers(files: list[Path]) -> dict[str, TensorEntry]:
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    """Tensor name -> file name."""
+    """Return tensor name -> file name."""
     try:
         weight_map = json.loads(read_index(path))["weight_map"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -172,7 +172,7 @@ def _missing_hint(missing: list[str]) -> str:
 
 
 def _listed(names: list[str], noun: str) -> str:
-    """``3 tensors ("a", "b", "c")``; names beyond the fifth are counted."""
+    """Return ``3 tensors ("a", "b", "c")``; names beyond the fifth are counted."""
     shown = ", ".join(f'"{name}"' for name in names[:5])
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     return f"{len(names)} {noun}{'s' if len(names) > 1 else ''} ({shown}{more})"

@@ -28,7 +28,7 @@ class ConfigFile:
         self.values = values
 
     def section(self, key: str) -> ConfigFile:
-        """The object under ``key``, or an empty one."""
+        """Return the object under ``key``, or an empty one."""
         value = self._find((key,), {})
         if not isinstance(value, dict):
             raise self.wrong(key, "an object", value)
@@ -47,7 +47,7 @@ class ConfigFile:
         return value
 
     def number(self, *keys: str, default: float | None = None) -> float:
-        """A finite number above 0."""
+        """Return a finite number above 0."""
         value = self._find(keys, default)
         # Bounds first: JSON's whole numbers may be too large for a float. No comparison holds for NaN.
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
@@ -58,7 +58,7 @@ class ConfigFile:
         return None if self.values.get(key) is None else self.number(key)
 
     def count(self, *keys: str, default: int | None = None, maximum: int = _MAX_COUNT) -> int:
-        """A whole number above 0. ``maximum`` keeps a damaged number from sizing a list or a loop without end."""
+        """Return a whole number above 0. ``maximum`` keeps a damaged one from sizing a list or a loop without end."""
         value = self._find(keys, default)
         if not _is_int(value) or value <= 0:
             raise self.wrong(keys[0], "a whole number above 0", value)
@@ -67,7 +67,7 @@ class ConfigFile:
         return int(value)
 
     def optional_count(self, key: str, default: int | None = None) -> int | None:
-        """Like :meth:`count`, but null and 0 give None, and absence gives ``default``."""
+        """Read as :meth:`count` does, but null and 0 give None, and absence gives ``default``."""
         return None if self.values.get(key, default) in (None, 0) else self.count(key, default=default)
 
     def token_id(self, key: str) -> int | None:
@@ -77,7 +77,7 @@ class ConfigFile:
         return value
 
     def integers(self, key: str) -> tuple[int, ...]:
-        """A whole number or a list of them, as a tuple; null and absence give ()."""
+        """Return a whole number or a list of them, as a tuple; null and absence give ()."""
         value = self.values.get(key)
         found = [] if value is None else value if isinstance(value, list) else [value]
         if not all(_is_int(item) and item >= 0 for item in found):
@@ -100,7 +100,7 @@ class ConfigFile:
 
 
 def read_config(model_dir: Path) -> ConfigFile:
-    """``config.json`` of the folder.
+    """Return ``config.json`` of the folder.
 
     Raises:
         CheckpointError: there is no such folder or file, or it is not a JSON object.
@@ -119,7 +119,7 @@ def read_config(model_dir: Path) -> ConfigFile:
 
 
 def read_generation_config(model_dir: Path) -> ConfigFile:
-    """``generation_config.json`` of the folder; empty if there is none."""
+    """Return ``generation_config.json`` of the folder; empty if there is none."""
     path = model_dir / GENERATION_CONFIG
     return _read(path) if path.is_file() else ConfigFile(path, {})
 

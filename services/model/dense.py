@@ -63,7 +63,7 @@ class DenseModel:
         )
 
     def embed(self, token_ids_T: Tensor) -> Tensor:
-        """The rows ``x_TD`` that run through the layers."""
+        """Return the rows ``x_TD`` that run through the layers."""
         return F.embedding(token_ids_T, self._weights.embed_VD)
 
     def attention(self, layer: int, x_TD: Tensor, plan: AttentionPlan, kv: PagedKV) -> Tensor:
@@ -77,11 +77,11 @@ class DenseModel:
         return x_TD + F.linear(out_TE.to(self.dtype), weights.o_DO, weights.o_bias_D)
 
     def ffn_input(self, layer: int, x_TD: Tensor) -> Tensor:
-        """The normalised rows ``h_TD``, which router, experts and dense networks read."""
+        """Return the normalised rows ``h_TD``, which router, experts and dense networks read."""
         return self._norm(x_TD, self._weights.layers[layer].ffn_norm_D)
 
     def route(self, layer: int, h_TD: Tensor, keep_T: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """``expert_ids_TK`` int64 and ``weights_TK`` float32 of a layer with experts.
+        """Return ``expert_ids_TK`` int64 and ``weights_TK`` float32 of a layer with experts.
 
         Args:
             keep_T: bool; rows where it is false go to no expert: their ids are -1.
@@ -100,13 +100,13 @@ class DenseModel:
         )
 
     def dense_ffn(self, layer: int, h_TD: Tensor) -> Tensor:
-        """Output ``y_TD`` of a layer without experts, to be added to the rows."""
+        """Return the output ``y_TD`` of a layer without experts, to be added to the rows."""
         ffn = self._weights.layers[layer].ffn
         assert ffn is not None, f"layer {layer} has no dense network"
         return _ffn(ffn, h_TD)
 
     def shared_expert(self, layer: int, h_TD: Tensor) -> Tensor | None:
-        """Gated output ``y_TD`` of the expert that every row passes; None in a model without a shared expert."""
+        """Return gated output ``y_TD`` of the expert that every row passes; None if the model has no such expert."""
         weights = self._weights.layers[layer]
         if weights.ffn is None:
             return None
@@ -114,14 +114,14 @@ class DenseModel:
         return torch.sigmoid(F.linear(h_TD, weights.shared_gate_1D)) * _ffn(weights.ffn, h_TD)
 
     def logits(self, x_RD: Tensor) -> Tensor:
-        """Logits ``logits_RV``, float32, of rows after the last layer."""
+        """Return the logits ``logits_RV``, float32, of rows after the last layer."""
         return F.linear(self._norm(x_RD, self._weights.norm_D), self._weights.lm_head_VD).float()
 
     def _norm(self, x_TD: Tensor, weight_D: Tensor) -> Tensor:
         return F.rms_norm(x_TD, weight_D.shape, weight_D, self.spec.rms_eps)
 
     def _project(self, layer: int, h_TD: Tensor, plan: AttentionPlan) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries and keys, normalised and rotated, and values, in the dtype of attention.
+        """Return queries and keys, normalised and rotated, and values, in the dtype of attention.
 
         Queries and keys go through each op together, as the heads of one tensor.
         """
@@ -143,7 +143,7 @@ class DenseModel:
         return q_TNH, k_TJH, v_TO.view(rows, spec.num_kv_heads, spec.head_dim)
 
     def _qk_norm(self, weights: LayerWeights) -> Tensor | None:
-        """The weights of both norms as :meth:`_project` needs them: ``[C, H]`` per head, ``[O]`` per projection."""
+        """Return both norms' weights as :meth:`_project` needs them: ``[C, H]`` per head, ``[O]`` per projection."""
         if weights.q_norm is None or weights.k_norm is None:
             return None
         q_norm, k_norm = weights.q_norm, weights.k_norm
@@ -152,7 +152,7 @@ class DenseModel:
         return torch.cat((q_norm, k_norm)).to(self._attention_dtype)
 
     def _norm_projections(self, qk_TO: Tensor, weight_O: Tensor) -> Tensor:
-        """Root-mean-square norm over all query heads together, and over all key heads together."""
+        """Apply the root-mean-square norm over all query heads together, and over all key heads together."""
         sizes = (self.spec.q_size, self.spec.kv_size)
         parts = zip(qk_TO.split_with_sizes(sizes, dim=1), weight_O.split_with_sizes(sizes), strict=True)
         return torch.cat([self._norm(part_TO, part_weight_O) for part_TO, part_weight_O in parts], dim=1)

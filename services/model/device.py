@@ -14,8 +14,8 @@ log = logging.getLogger(__name__)
 
 
 def torch_device(name: str, *, rank: int | None = None) -> torch.device:
-    """The device called ``name``. ``auto`` is a GPU if there is one, ``auto:2`` the GPU with that number; one past the
-    last GPU is shared.
+    """Return the device called ``name``. ``auto`` is a GPU if there is one, ``auto:2`` the GPU with that number; one
+    past the last GPU is shared.
 
     Args:
         rank: number of this worker among ranks, on this and other hosts: with ``auto`` and ``cuda`` each takes a GPU.
@@ -48,6 +48,6 @@ def _shared(number: int) -> int:
 
 
 def serving_dtype(name: str, spec: ModelSpec) -> torch.dtype:
-    """The dtype called ``name``; ``auto`` is that of the checkpoint."""
+    """Return the dtype called ``name``; ``auto`` is that of the checkpoint."""
     dtype: torch.dtype = getattr(torch, spec.dtype if name == "auto" else name)
     return dtype

@@ -54,13 +54,13 @@ class Digests(msgspec.Struct, frozen=True, kw_only=True):
     layers: dict[int, LayerDigests]
 
     def of(self, layer: int, name: str, expert: int) -> bytes:
-        """Digest of the matrix ``name``: ``gate_up`` or ``down``."""
+        """Return the digest of the matrix ``name``: ``gate_up`` or ``down``."""
         digests: tuple[bytes, ...] = getattr(self.layers[layer], name)
         return digests[expert]
 
 
 def read_digests(model_dir: Path, spec: ModelSpec, dtype: str) -> Digests | None:
-    """Digests of the experts of ``spec`` for serving in ``dtype``; None, and a log line, where there are none."""
+    """Return the digests of ``spec``'s experts for serving in ``dtype``; None, and a log line, where there are none."""
     file = model_dir / FILE
     try:
         found = msgspec.json.decode(file.read_bytes(), type=Digests)
@@ -93,7 +93,7 @@ def write_digests(model_dir: Path) -> None:
 
 
 def hashing_threads() -> int:
-    """One thread per core, up to what a disk or a lane has bytes for: hashing releases Python's lock."""
+    """Return one thread per core, up to what a disk or a lane has bytes for: hashing releases Python's lock."""
     return min(_MAX_THREADS, len(os.sched_getaffinity(0)))
 
 
@@ -121,7 +121,7 @@ def _digests(checkpoint: Checkpoint, spec: ModelSpec) -> Digests:
 def _matrices(
     checkpoint: Checkpoint, spec: ModelSpec, layer: int
 ) -> Iterator[tuple[list[TensorEntry], list[TensorEntry]]]:
-    """Places of the parts of ``gate_up`` and of ``down``, expert by expert."""
+    """Yield the places of the parts of ``gate_up`` and of ``down``, expert by expert."""
     names = TensorNames(spec.family)
     for expert in range(spec.num_experts):
         ffn = names.expert(layer, expert)

@@ -60,7 +60,7 @@ class ExpertShard:
         self._slots = {layer: _slot_of_expert(held, num_experts) for layer, held in layers.items()}
 
     def by_layer(self) -> dict[int, Callable[[Tensor, Tensor, Tensor], Tensor]]:
-        """:meth:`forward` of each layer with experts here, as :class:`services.fabric.local.LocalLink` calls it."""
+        """Return :meth:`forward` of layers with experts here, as :class:`services.fabric.local.LocalLink` calls it."""
         return {layer: partial(self.forward, layer) for layer in self._layers}
 
     def expert_ids(self, layer: int) -> tuple[int, ...]:
@@ -80,7 +80,7 @@ class ExpertShard:
 
 
 def _slot_of_expert(held: ExpertWeights, num_experts: int) -> Tensor | None:
-    """Expert id of the model -> index into the weights here, -1 if absent; None if all ids equal their indices."""
+    """Return the model's expert id -> index into the weights here, -1 if absent; None if all ids are their indices."""
     if held.expert_ids == tuple(range(num_experts)):
         return None
     slots_E = torch.full((num_experts,), -1, dtype=torch.int32, device=held.w_down_EDF.device)

@@ -23,7 +23,7 @@ MAX_EXPERTS = 1 << 18
 
 
 def spec_from_config(model_dir: Path) -> ModelSpec:
-    """The spec of the checkpoint in ``model_dir``, checked, without its fingerprint."""
+    """Return the spec of the checkpoint in ``model_dir``, checked, without its fingerprint."""
     config = read_config(model_dir)
     families: dict[str, Callable[[ConfigFile, tuple[int, ...]], ModelSpec]] = {
         "qwen3_moe": _qwen3_moe,

@@ -45,7 +45,7 @@ class TensorEntry:
 
 
 def read_header(file: Path) -> dict[str, TensorEntry]:
-    """The tensors in ``file`` by name.
+    """Return the tensors in ``file`` by name.
 
     Raises:
         CheckpointError: it is damaged, or no safetensors file.
@@ -72,7 +72,7 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
 
 
 def _read(file: Path) -> tuple[bytes, int]:
-    """The header's bytes, and the size of the file."""
+    """Return the header's bytes, and the size of the file."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         if stream.read(len(_LFS_POINTER)) == _LFS_POINTER:
@@ -87,7 +87,7 @@ def _read(file: Path) -> tuple[bytes, int]:
 
 
 def _end(file: Path, infos: Iterable[tuple[str, _Info]]) -> int:
-    """End of the last tensor, in bytes from the header's end. Each must begin where the previous one ends."""
+    """Return the end of the last tensor, in bytes from the header's end. Each must begin where the one before ends."""
     end = 0
     for (begin, after), name in sorted((info.data_offsets, name) for name, info in infos):
         if not begin == end <= after:

@@ -34,7 +34,7 @@ class PagedKV(Protocol):
         ...
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        """``(k_NBKH, v_NBKH)`` of one layer, contiguous, in the model's dtype and on its device."""
+        """Return ``(k_NBKH, v_NBKH)`` of one layer, contiguous, in the model's dtype and on its device."""
         ...
 
 

@@ -16,7 +16,7 @@ _MAX_INDEX_BYTES = 100_000_000
 
 
 def load_spec(model_dir: Path) -> ModelSpec:
-    """The spec of the checkpoint in ``model_dir``. Reads no weights.
+    """Return the spec of the checkpoint in ``model_dir``. Reads no weights.
 
     Raises:
         CheckpointError: ``config.json`` is missing, damaged or contradicts itself.
@@ -34,14 +34,14 @@ def unreadable(model_dir: Path, error: OSError) -> CheckpointError:
 
 
 def read_index(path: Path) -> bytes:
-    """Bytes of the index at ``path``. Raises CheckpointError where they are more than any index can have."""
+    """Return the bytes of the index at ``path``. Raises CheckpointError where they are more than any index can have."""
     if path.stat().st_size > _MAX_INDEX_BYTES:
         raise CheckpointError(f"{path} has more than {_MAX_INDEX_BYTES:,} bytes.", hint="Download it again.")
     return path.read_bytes()
 
 
 def _fingerprint(spec: ModelSpec, model_dir: Path) -> str:
-    """Hash of the spec and of the names and sizes of the weights, or of their index where there is one."""
+    """Return the hash of the spec and of the names and sizes of the weights, or of their index where there is one."""
     index = model_dir / INDEX
     try:
         if index.is_file():

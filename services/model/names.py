@@ -29,7 +29,7 @@ class TensorNames:
         self._gate, self._up, self._down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
 
     def layer(self, layer: int, part: str) -> str:
-        """``part`` (such as ``self_attn.q_proj.weight``) of a layer."""
+        """Return ``part`` (such as ``self_attn.q_proj.weight``) of a layer."""
         return f"model.layers.{layer}.{part}"
 
     def router(self, layer: int) -> str:
@@ -56,7 +56,7 @@ class TensorNames:
 
 
 def dense_shapes(spec: ModelSpec) -> dict[str, Shape]:
-    """Shape of every tensor that is not an expert's, by name."""
+    """Return the shape of every tensor that is not an expert's, by name."""
     width = spec.hidden_size
     shapes: dict[str, Shape] = {EMBED: (spec.vocab_size, width), FINAL_NORM: (width,)}
     if not spec.tie_embeddings:
@@ -67,7 +67,7 @@ def dense_shapes(spec: ModelSpec) -> dict[str, Shape]:
 
 
 def expert_shapes(spec: ModelSpec) -> dict[str, Shape]:
-    """Shapes of every expert's tensors, by name."""
+    """Return the shapes of every expert's tensors, by name."""
     names = TensorNames(spec.family)
     shapes: dict[str, Shape] = {}
     for layer in spec.moe_layers:
@@ -77,7 +77,7 @@ def expert_shapes(spec: ModelSpec) -> dict[str, Shape]:
 
 
 def is_harmless(name: str) -> bool:
-    """Whether a tensor that no spec lists may be ignored: rotary tables, and an output head that is tied."""
+    """Return whether a tensor that no spec lists may be ignored: rotary tables, and an output head that is tied."""
     return name.endswith("rotary_emb.inv_freq") or name == LM_HEAD
 
 
@@ -100,7 +100,7 @@ def _attention_shapes(spec: ModelSpec, layer: int) -> dict[str, Shape]:
 
 
 def _ffn_part_shapes(spec: ModelSpec, layer: int) -> dict[str, Shape]:
-    """Router and shared expert of a layer with experts, or the one network of a layer without."""
+    """Return the shapes of router and shared expert of a layer with experts, or the one network of a layer without."""
     names, width = TensorNames(spec.family), spec.hidden_size
     if spec.layers[layer].kind == "dense":
         return _ffn_shapes(names.dense_ffn(layer), width, spec.dense_ffn)

@@ -107,7 +107,7 @@ class WindowPlanner:
         )
 
     def _decode_groups(self, rows: DecodeRows, row_B: NDArray[np.int64], window: int | None) -> Iterator[DecodeGroup]:
-        """Groups of ``rows``, whose numbers in the step are ``row_B``."""
+        """Yield groups of ``rows``, whose numbers in the step are ``row_B``."""
         size, kv_len_B = self._block_size, rows.kv_len_B
         first_B = np.zeros_like(kv_len_B) if window is None else np.maximum(0, kv_len_B - window) // size
         length_B = -(-kv_len_B // size) - first_B
@@ -141,7 +141,7 @@ class WindowPlanner:
         )
 
     def _mask(self, position_R: Tensor, width: int, window: int | None) -> Tensor:
-        """A mask ``[R, width]``: a row at position p sees the columns up to p, with a window only the last ones."""
+        """Return a mask ``[R, width]``: a row at position p sees columns up to p, with a window only the last ones."""
         column_L = torch.arange(width, device=self._device)
         hidden_RL = column_L > position_R.unsqueeze(1)
         if window is not None:
@@ -151,7 +151,7 @@ class WindowPlanner:
 
 
 def group_by_length(length_B: NDArray[np.int64], call_cost: float) -> Iterator[NDArray[np.int64]]:
-    """Indices of ``length_B``, split into groups so that padding each to its longest costs little.
+    """Yield the indices of ``length_B``, split into groups so that padding each to its longest costs little.
 
     A cut saves the padding of everything below it and costs ``call_cost``. The best cut is made first, then both sides
     are looked at again. The longest group comes first; indices within a group ascend.
@@ -172,7 +172,7 @@ def group_by_length(length_B: NDArray[np.int64], call_cost: float) -> Iterator[N
 
 
 def compute_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """The dtype of attention: on a CPU float32, because its half-precision kernels are several times slower."""
+    """Return the dtype of attention: on a CPU float32, because its half-precision kernels are several times slower."""
     return torch.float32 if device.type == "cpu" else dtype
 
 
@@ -184,7 +184,7 @@ def write_kv(cache: tuple[Tensor, Tensor], slots_T: Tensor, k_TKH: Tensor, v_TKH
 
 
 def attend(plan: WindowPlan, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, cache: tuple[Tensor, Tensor]) -> Tensor:
-    """Attention output ``out_TE`` with E = N x H, in ``q``'s dtype.
+    """Return the attention output ``out_TE`` with E = N x H, in ``q``'s dtype.
 
     Args:
         k_TKH, v_TKH: the step's own keys and values, which are already in ``cache``, too.
@@ -206,7 +206,7 @@ def attend(plan: WindowPlan, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, cache:
 
 
 def _decode(group: DecodeGroup, q_BNH: Tensor, cache: tuple[Tensor, Tensor]) -> Tensor:
-    """Attention of one new row per sequence. Queries that share a key head form the rows of one product."""
+    """Compute attention of one new row per sequence. Queries that share a key head form the rows of one product."""
     count, heads, head_dim = q_BNH.shape
     k_BKLH, v_BKLH = (_gather(part, group.blocks_BM, q_BNH.dtype) for part in cache)
     kv_heads = k_BKLH.shape[1]
@@ -216,7 +216,7 @@ def _decode(group: DecodeGroup, q_BNH: Tensor, cache: tuple[Tensor, Tensor]) -> 
 
 
 def _prompt(piece: PromptPiece, q_WNH: Tensor, k_WKH: Tensor, v_WKH: Tensor, cache: tuple[Tensor, Tensor]) -> Tensor:
-    """Attention of one sequence's rows over its prefix, or over each other where there is none."""
+    """Compute attention of one sequence's rows over its prefix, or over each other where there is none."""
     if piece.blocks_M is None:
         k_1KLH, v_1KLH = k_WKH.transpose(0, 1).unsqueeze(0), v_WKH.transpose(0, 1).unsqueeze(0)
     else:
@@ -233,7 +233,7 @@ def _prompt(piece: PromptPiece, q_WNH: Tensor, k_WKH: Tensor, v_WKH: Tensor, cac
 
 
 def _gather(cache_NBKH: Tensor, blocks_BM: Tensor, dtype: torch.dtype) -> Tensor:
-    """The blocks of each sequence in a row: ``[B, K, L, H]``, a view that lies in memory as ``[B, L, K, H]``."""
+    """Return the blocks of each sequence in a row: ``[B, K, L, H]``, a view that lies in memory as ``[B, L, K, H]``."""
     count, blocks = blocks_BM.shape
     _, block_size, kv_heads, head_dim = cache_NBKH.shape
     flat_BMKH = cache_NBKH.flatten(1).index_select(0, blocks_BM.flatten()).to(dtype)

@@ -48,7 +48,7 @@ class ReferenceModel:
             return cls(spec, {name: checkpoint.read(name).clone() for name in dense_shapes(spec) | expert_shapes(spec)})
 
     def logits(self, token_ids: Sequence[int]) -> Tensor:
-        """``[T, V]`` float32: row t predicts the token after ``token_ids[t]``."""
+        """Return ``[T, V]`` float32: row t predicts the token after ``token_ids[t]``."""
         return self.run(token_ids).logits_TV
 
     @torch.no_grad()
@@ -88,7 +88,7 @@ class ReferenceModel:
         return self._linear(layer, "o", out_NTH.transpose(0, 1).flatten(1))
 
     def _heads(self, layer: int, part: str, h_TD: Tensor) -> Tensor:
-        """Queries, keys or values ``[N, T, H]``; a key or value head is repeated for each query that reads it."""
+        """Return queries, keys or values ``[N, T, H]``; a key or value head is repeated for each query reading it."""
         spec, norm = self.spec, self._names.layer(layer, f"self_attn.{part}_norm.weight")
         x_TO = self._linear(layer, part, h_TD)
         if spec.qk_norm == "projection" and part != "v":
@@ -113,7 +113,7 @@ class ReferenceModel:
         return torch.cat((turned_NTI.real, turned_NTI.imag), dim=-1)
 
     def _experts(self, layer: int, h_TD: Tensor) -> tuple[Tensor, Tensor]:
-        """Output of the chosen experts and the shared one for each token, and the margin of the choice."""
+        """Return the output of the chosen experts and the shared one for each token, and the margin of the choice."""
         probability_TE = torch.softmax(h_TD @ self._tensors[self._names.router(layer)].T, dim=-1)
         ranked_TE, expert_TE = probability_TE.sort(dim=-1, descending=True, stable=True)
         top_k = self.spec.top_k

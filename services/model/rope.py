@@ -14,7 +14,7 @@ from services.model.spec import RopeSpec
 
 
 def inverse_frequencies(rope: RopeSpec, head_dim: int) -> Tensor:
-    """Angle per position of each dimension pair: float32 ``[I]``, on the CPU."""
+    """Return the angle per position of each dimension pair: float32 ``[I]``, on the CPU."""
     exponent_I = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     frequency_I = 1.0 / rope.theta**exponent_I
     if rope.kind == "linear":
@@ -27,7 +27,7 @@ def inverse_frequencies(rope: RopeSpec, head_dim: int) -> Tensor:
 
 
 def cos_sin(positions_T: Tensor, frequency_I: Tensor, attention_factor: float) -> tuple[Tensor, Tensor]:
-    """Tensors ``cos`` and ``sin`` for :func:`rotate`: float32 ``[T, 1, H]``, the sign of the rotation in ``sin``."""
+    """Return ``cos`` and ``sin`` for :func:`rotate`: float32 ``[T, 1, H]``, the sign of the rotation in ``sin``."""
     angle_TI = positions_T.unsqueeze(1).float() * frequency_I
     cos_TI, sin_TI = angle_TI.cos() * attention_factor, angle_TI.sin() * attention_factor
     return torch.cat((cos_TI, cos_TI), dim=1).unsqueeze(1), torch.cat((-sin_TI, sin_TI), dim=1).unsqueeze(1)
@@ -47,10 +47,10 @@ def _llama3(rope: RopeSpec, frequency_I: Tensor) -> Tensor:
 
 
 def _yarn(rope: RopeSpec, frequency_I: Tensor, head_dim: int) -> Tensor:
-    """NTK-by-parts (Peng et al. 2023, section 3.2): dimensions that turn often are kept, the others stretched."""
+    """Apply NTK-by-parts (Peng et al. 2023, section 3.2): dimensions that turn often are kept, the others stretched."""
 
     def dimension_of(turns: float) -> float:
-        """The (fractional) dimension that makes ``turns`` turns over the original length."""
+        """Return the (fractional) dimension that makes ``turns`` turns over the original length."""
         wavelength = rope.original_max_position / (turns * 2 * math.pi)
         return head_dim * math.log(wavelength) / (2 * math.log(rope.theta))
 

@@ -10,7 +10,7 @@ from services.model.spec import RopeSpec
 
 
 def rope_spec(config: ConfigFile, *, max_position: int, default_theta: float) -> RopeSpec:
-    """The rotary spec in ``config``.
+    """Return the rotary spec in ``config``.
 
     Raises:
         UnsupportedModel: the kind of scaling is not implemented.
@@ -55,7 +55,7 @@ def _llama3(scaling: ConfigFile, theta: float, original: int) -> RopeSpec:
 
 
 def _yarn(scaling: ConfigFile, theta: float, original: int, max_position: int) -> RopeSpec:
-    """YaRN (Peng et al. 2023, section 3.4): the attention temperature becomes a factor on cos and sin."""
+    """Read YaRN (Peng et al. 2023, section 3.4): the attention temperature becomes a factor on cos and sin."""
     if theta <= 1:
         raise scaling.wrong("rope_theta", "more than 1", theta)
     factor = scaling.number("factor", default=max_position / original)

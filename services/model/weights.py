@@ -63,7 +63,7 @@ class DenseWeights:
 def load_dense(
     model_dir: Path, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device, progress: Progress | None = None
 ) -> DenseWeights:
-    """The dense part, on ``device`` in ``dtype``.
+    """Return the dense part, on ``device`` in ``dtype``.
 
     Raises:
         CheckpointError: the checkpoint is incomplete, damaged or not that of ``spec``.
@@ -89,7 +89,7 @@ def load_experts(
     experts: Mapping[int, Sequence[int]] | None = None,
     progress: Progress | None = None,
 ) -> dict[int, ExpertWeights]:
-    """Experts by layer, on ``device`` in ``dtype``.
+    """Return the experts by layer, on ``device`` in ``dtype``.
 
     Args:
         experts: layer -> ids of the experts to load, in the order in which they are stacked; None: all experts.

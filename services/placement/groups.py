@@ -21,7 +21,7 @@ def regrouped(
     prices: Sequence[float],
     rooms: Mapping[int, int] | None = None,
 ) -> tuple[ShardGroup, ...]:
-    """``groups`` with experts moved or exchanged where that evens the load by more than the price of loading them.
+    """Return ``groups`` with experts moved or exchanged where that evens the load by more than loading them costs.
 
     Experts of ``rows`` that are in none of the groups are placed first, the most popular ones first, as ExpertFlow
     proposes (section 3.3). A group has experts of every layer, not equally many of each.
@@ -46,7 +46,7 @@ def regrouped(
 
 
 def group_loads(load: Load, groups: Sequence[ShardGroup]) -> list[list[float]]:
-    """``[layers, groups]``: the load that falls to each group, in the order of ``groups``."""
+    """Return ``[layers, groups]``: the load that falls to each group, in the order of ``groups``."""
     return [
         [sum(loads_E[expert] for expert in group.experts.get(layer, ())) for group in groups]
         for layer, loads_E in load.items()

@@ -29,11 +29,11 @@ class PeakLoads:
         return sum(top[0][0] for top in self._top_L)
 
     def deciding(self) -> set[int]:
-        """Groups that alone have the highest ratio of some layer: capacity for other groups lowers no peak load."""
+        """Return groups that alone have the highest ratio of a layer: capacity for other groups lowers no peak load."""
         return {top[0][1] for top in self._top_L if len(top) == 1 or top[0][0] > top[1][0]}
 
     def after(self, change: Mapping[int, float]) -> float:
-        """The peak load with other capacities for at most two groups."""
+        """Return the peak load with other capacities for at most two groups."""
         total = 0.0
         for loads_G, top in zip(self._loads_LG, self._top_L, strict=True):
             highest = 0.0

@@ -16,7 +16,7 @@ class Layout:
     group_S: tuple[int, ...]
 
     def prices(self, price: float) -> list[float]:
-        """Price by group of one more expert of a layer, if all that the seats hold costs ``price``."""
+        """Return the price by group of one more expert of a layer, if all that the seats hold costs ``price``."""
         seats = Counter(self.group_S)
         layers = max(1, len(self.groups[0].experts))
         held = sum(seats[index] * _size(group) for index, group in enumerate(self.groups)) / layers
@@ -24,7 +24,7 @@ class Layout:
 
 
 def loaded_fraction(before: Layout, after: Layout) -> float:
-    """Experts that the seats have to load, over all that they hold afterwards."""
+    """Return the experts that the seats have to load, over all that they hold afterwards."""
     loaded = sum(
         len(set(experts) - set(before.groups[old].experts.get(layer, ())))
         for old, new in zip(before.group_S, after.group_S, strict=True)

@@ -15,7 +15,7 @@ Load = Mapping[int, Sequence[float]]
 
 
 def checked_load(load: Load) -> dict[int, list[float]]:
-    """A copy, layers ascending; a layer that took no rows counts as evenly loaded.
+    """Return a copy, layers ascending; a layer that took no rows counts as evenly loaded.
 
     Raises:
         ConfigError: there is no layer, layers differ in their number of experts, or a load is negative or not finite.
@@ -31,7 +31,7 @@ def checked_load(load: Load) -> dict[int, list[float]]:
 
 
 def smoothed(before: Load | None, measured: Load, *, weight: float = 0.5) -> dict[int, list[float]]:
-    """Exponentially weighted mean: ``weight`` x ``measured`` + the rest x ``before``, if there is any."""
+    """Return the exponentially weighted mean: ``weight`` x ``measured`` + the rest x ``before``, if there is any."""
     if before is None:
         return {layer: list(row) for layer, row in measured.items()}
     return {
@@ -41,7 +41,7 @@ def smoothed(before: Load | None, measured: Load, *, weight: float = 0.5) -> dic
 
 
 def peak_load(loads_LB: Sequence[Sequence[float]], capacity_B: Sequence[float]) -> float:
-    """Sum over the layers of the highest load per unit of capacity; inf where load meets no capacity.
+    """Return the sum over the layers of the highest load per unit of capacity; inf where load meets no capacity.
 
     Layers run one after the other and each waits for its slowest bin, so a step's time is proportional to this.
     """
@@ -49,10 +49,10 @@ def peak_load(loads_LB: Sequence[Sequence[float]], capacity_B: Sequence[float]) 
 
 
 def even_peak_load(load: Load, capacity_B: Sequence[float]) -> float:
-    """:func:`peak_load` if the load of each layer were split perfectly; 0 without load."""
+    """Return :func:`peak_load` if the load of each layer were split perfectly; 0 without load."""
     return sum(map(sum, load.values())) / sum(capacity_B)
 
 
 def per_capacity(load: float, capacity: float) -> float:
-    """Load per unit of capacity; inf without capacity."""
+    """Return the load per unit of capacity; inf without capacity."""
     return load / capacity if capacity else math.inf

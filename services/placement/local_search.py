@@ -73,14 +73,14 @@ class Arrangement:
             self._apply(changes)
 
     def value(self) -> float:
-        """The sum that the search minimises: max / mean by window, a little mean square, and the price of loading."""
+        """Return the sum that is minimised: max / mean by window, a little mean square, and the price of loading."""
         return self._value(self._loads_WB) + sum(
             price * len(held - home)
             for price, held, home in zip(self._bins.price_B, self.held, self._home, strict=True)
         )
 
     def _changes(self) -> Iterator[tuple[Change, ...]]:
-        """The most promising changes, by window, of the bin with the highest load: others do not lower the maximum."""
+        """Yield the most promising changes, by window, of the most loaded bin: others do not lower the maximum."""
         for loads_B, loads_E in zip(self._loads_WB, self._loads_WE, strict=True):
             hot = max(
                 range(len(loads_B)), key=lambda number: (loads_B[number] / self._bins.capacity_B[number], -number)
@@ -93,7 +93,7 @@ class Arrangement:
             yield from (changes for _, changes in heapq.nsmallest(_TRIED // len(self._loads_WB), promised))
 
     def _touching(self, hot: int, each_E: Sequence[float]) -> Iterator[tuple[Estimates, tuple[Change, ...]]]:
-        """Changes of the bin ``hot`` with their estimates. ``each_E``: load of a copy of each expert in one window."""
+        """Yield changes of bin ``hot`` with their estimates. ``each_E``: load of a copy of each expert in a window."""
         for expert in sorted(self.held[hot]):
             for number in range(len(self.held)):
                 if number != hot and expert not in self.held[number]:
@@ -108,7 +108,7 @@ class Arrangement:
     def _between(
         self, hot: int, expert: int, number: int, each_E: Sequence[float]
     ) -> Iterator[tuple[Estimates, tuple[Change, ...]]]:
-        """Changes in which ``expert`` of ``hot`` moves to bin ``number``, is exchanged there, or gets a copy there."""
+        """Yield changes where ``expert`` of ``hot`` moves to bin ``number``, is exchanged there, or is copied there."""
         free, replicate = len(self.held[number]) < self._bins.room_B[number], self._bins.replicate
         load, copied = each_E[expert], each_E[expert] * self._diluted(expert)
         if free and (replicate or len(self.held[hot]) > 1):
@@ -124,12 +124,12 @@ class Arrangement:
                 yield estimates + self._dropped(other, number, each_E), ((number, other, expert),)
 
     def _dropped(self, expert: int, number: int, each_E: Sequence[float]) -> Estimates:
-        """Load that the other holders take over when bin ``number`` drops its copy."""
+        """Return the load that the other holders take over when bin ``number`` drops its copy."""
         others = self._holders[expert] - {number}
         return [(other, each_E[expert] / len(others)) for other in others]
 
     def _diluted(self, expert: int) -> float:
-        """Factor on the load of each copy when there is one more."""
+        """Return the factor on the load of each copy when there is one more."""
         return len(self._holders[expert]) / (len(self._holders[expert]) + 1)
 
     def _peak_load(self, loads_B: Sequence[float], number: int, change: float) -> float:
@@ -139,7 +139,7 @@ class Arrangement:
         return [expert for expert in range(len(self._holders)) if expert not in self.held[number]]
 
     def _after(self, changes: tuple[Change, ...]) -> float:
-        """The value if ``changes`` were applied, less the price of what is loaded already."""
+        """Return the value if ``changes`` were applied, less the price of what is loaded already."""
         loads_WB = [loads_B[:] for loads_B in self._loads_WB]
         price = 0.0
         for expert in {expert for change in changes for expert in change[1:] if expert >= 0}:

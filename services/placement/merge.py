@@ -11,8 +11,8 @@ from services.routing import RoutingTable, ShardGroup
 
 
 def merged(current: RoutingTable, rows: Load, *, limit: int | None, price: float) -> Layout:
-    """``current``'s layout, its seats by number. With fewer seats than groups, groups without seats and then the least
-    loaded ones are merged into the others; experts of the others stay where they are.
+    """Return ``current``'s layout, its seats by number. With fewer seats than groups, groups without seats and then the
+    least loaded ones are merged into the others; experts of the others stay where they are.
 
     Raises:
         NotReady: so few seats cannot hold all experts.
@@ -39,7 +39,7 @@ def merged(current: RoutingTable, rows: Load, *, limit: int | None, price: float
 
 
 def _kept(current: RoutingTable, rows: Load, count: int) -> tuple[ShardGroup, ...]:
-    """``count`` groups, by number: those that have seats, and of them the most loaded."""
+    """Return ``count`` groups, by number: those that have seats, and of them the most loaded."""
     loads = [sum(loads_L) for loads_L in zip(*group_loads(rows, current.groups), strict=True)]
     ranked = sorted(
         zip(current.groups, loads, strict=True),

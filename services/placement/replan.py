@@ -95,7 +95,7 @@ def replan(
 
 
 def _improved(layout: Layout, rows: Load, capacity_S: Sequence[float], hysteresis: Hysteresis, room: Room) -> Layout:
-    """``layout`` after some improvements: few, for each gains at least ``hysteresis.gain`` of what is left."""
+    """Return ``layout`` after some improvements: few, for each gains at least ``hysteresis.gain`` of what is left."""
     while True:
         here = _layout_peak_load(layout, rows, capacity_S)
         found = [
@@ -110,8 +110,8 @@ def _improved(layout: Layout, rows: Load, capacity_S: Sequence[float], hysteresi
 
 
 def _candidates(layout: Layout, rows: Load, capacity_S: Sequence[float], price: float, room: Room) -> Iterator[Layout]:
-    """Layouts with one seat moved, two, and so on while each helps, and with experts regrouped before and after that:
-    once at ``price``, once as if loading were free."""
+    """Yield layouts with one seat moved, two, and so on while each helps, and with experts regrouped before and after
+    that: once at ``price``, once as if loading were free."""
     yield _regrouped(layout, rows, capacity_S, price, room)
     yield _regrouped(layout, rows, capacity_S, 0.0, room)
     loads_LG = group_loads(rows, layout.groups)

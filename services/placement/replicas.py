@@ -16,7 +16,7 @@ from services.placement.imbalance import PeakLoads
 def assign_seats(
     loads_LG: Sequence[Sequence[float]], capacity_S: Sequence[float], current_S: Sequence[int | None] | None = None
 ) -> list[int]:
-    """The group (index into ``loads_LG``'s columns) of each seat; every group has at least one seat.
+    """Return the group (index into ``loads_LG``'s columns) of each seat; every group has at least one seat.
 
     Seats that have a group in ``current_S`` stay there, unless another group would have none. The others, the strongest
     first, go where they lower the maximum load per unit of capacity most. Without ``current_S`` moves and exchanges
@@ -49,7 +49,7 @@ def assign_seats(
 def next_move(
     loads_LG: Sequence[Sequence[float]], capacity_S: Sequence[float], group_S: Sequence[int]
 ) -> list[int] | None:
-    """``group_S`` after the one move that lowers the peak load most. None: no move does and leaves each group a seat.
+    """Return ``group_S`` after the move that lowers the peak load most. None: none does and leaves each group a seat.
 
     Seats of one group with the same capacity are equal, so the work grows with groups, not with seats.
     """
@@ -69,7 +69,7 @@ def next_move(
 
 
 def capacities(group_S: Sequence[int | None], capacity_S: Sequence[float], groups: int) -> list[float]:
-    """``[G]``: the total capacity of each group's seats."""
+    """Return ``[G]``: the total capacity of each group's seats."""
     total_G = [0.0] * groups
     for group, capacity in zip(group_S, capacity_S, strict=True):
         if group is not None:
@@ -88,7 +88,7 @@ def _improved(loads_LG: Sequence[Sequence[float]], capacity_S: Sequence[float], 
 def _next_exchange(
     loads_LG: Sequence[Sequence[float]], capacity_S: Sequence[float], group_S: Sequence[int]
 ) -> list[int] | None:
-    """``group_S`` after the one exchange of two seats that lowers the peak load most. None: no exchange does."""
+    """Return ``group_S`` after the exchange of two seats that lowers the peak load most. None: no exchange does."""
     peak_loads = PeakLoads(loads_LG, capacities(group_S, capacity_S, len(loads_LG[0])))
     capacity_G = peak_loads.capacity_G
     kinds = [(group, size, seats[0]) for (group, size), seats in _alike(capacity_S, group_S).items()]
@@ -104,7 +104,7 @@ def _next_exchange(
 
 
 def _alike(capacity_S: Sequence[float], group_S: Sequence[int]) -> dict[tuple[int, float], list[int]]:
-    """Seats, ascending, by group and capacity."""
+    """Return seats, ascending, by group and capacity."""
     found: dict[tuple[int, float], list[int]] = {}
     for seat, kind in enumerate(zip(group_S, capacity_S, strict=True)):
         found.setdefault(kind, []).append(seat)
@@ -112,7 +112,7 @@ def _alike(capacity_S: Sequence[float], group_S: Sequence[int]) -> dict[tuple[in
 
 
 def _best(here: float, group_S: Sequence[int], changes: list[tuple[float, dict[int, int]]]) -> list[int] | None:
-    """``group_S`` after the change (seat -> group) with the least peak load, if that is below ``here``."""
+    """Return ``group_S`` after the change (seat -> group) with the least peak load, if that is below ``here``."""
     value = min((value for value, _ in changes), default=here)
     if value >= here * (1 - 1e-9):
         return None
@@ -134,7 +134,7 @@ def _cover(loads_LG: Sequence[Sequence[float]], capacity_S: Sequence[float], gro
 
 
 def _spare(total_G: Sequence[float], capacity_S: Sequence[float], group_S: Sequence[int | None]) -> list[int]:
-    """Seats of the group of several seats that has the least load for its capacity."""
+    """Return the seats of the group of several seats that has the least load for its capacity."""
     capacity_G = capacities(group_S, capacity_S, len(total_G))
     several = [group for group in range(len(total_G)) if group_S.count(group) > 1]
     source = min(several, key=lambda group: (total_G[group] / capacity_G[group], group))
@@ -142,7 +142,7 @@ def _spare(total_G: Sequence[float], capacity_S: Sequence[float], group_S: Seque
 
 
 def _best_group(peak_loads: PeakLoads, total_G: Sequence[float], capacity: float) -> int:
-    """The group where a seat lowers the peak load most; if several share the maximum, the one loaded most overall."""
+    """Return the group where a seat lowers the peak load most; of equals, the one loaded most overall."""
     capacity_G, deciding, here = peak_loads.capacity_G, peak_loads.deciding(), peak_loads.value
 
     def merit(group: int) -> tuple[float, float, int]:

@@ -95,7 +95,7 @@ def _rows(arrangement: Arrangement) -> tuple[tuple[int, ...], ...]:
 
 
 def _fresh(loads_WE: Sequence[Sequence[float]], devices: int, slots: int) -> list[set[int]]:
-    """A new placement: copies where the load per copy is highest, packed onto the devices."""
+    """Return a new placement: copies where the load per copy is highest, packed onto the devices."""
     load_E = [sum(loads_W) for loads_W in zip(*loads_WE, strict=True)]
     copies_E = [1] * len(load_E)
     for _ in range(devices * slots - len(load_E)):
@@ -121,7 +121,7 @@ def _packed(each_E: Sequence[float], copies_E: Sequence[int], devices: int, slot
 
 
 def _matched(held: Sequence[set[int]], home: Sequence[set[int]]) -> list[set[int]]:
-    """``held`` in another order: each set to the device that has most of it already, the best matches first."""
+    """Return ``held`` in another order: each set to the device that has most of it already, the best matches first."""
     pairs = sorted(
         (-len(new & old), first, second) for first, new in enumerate(held) for second, old in enumerate(home)
     )
@@ -135,6 +135,6 @@ def _matched(held: Sequence[set[int]], home: Sequence[set[int]]) -> list[set[int
 
 
 def _even(loads_E: Sequence[float]) -> list[float]:
-    """Shares of the load, so that every window counts the same, however many rows it had."""
+    """Return the shares of the load, so that every window counts the same, however many rows it had."""
     total = sum(loads_E)
     return [load / total for load in loads_E]

@@ -154,19 +154,19 @@ def _mode(spec: ModelSpec, given: Namespace, tokens: int) -> Mode:
 
 
 def _in_one_node(degree: int, given: Namespace) -> bool:
-    """Whether every ``degree`` GPUs that share experts are of one node: they have seats, those of several lock-step."""
+    """Return whether every ``degree`` GPUs sharing experts are of one node: they have seats, others lock-step."""
     return bool(given.gpus // given.nodes % degree == 0)
 
 
 def _dense_weights(spec: ModelSpec) -> int:
-    """Weights of a layer's projections, router and shared expert."""
+    """Return the weights of a layer's projections, router and shared expert."""
     projections = 2 * spec.hidden_size * (spec.q_size + spec.kv_size)
     return projections + spec.hidden_size * (spec.num_experts + 3 * spec.shared_ffn)
 
 
 def _link(spec: ModelSpec, given: Namespace, tokens: int) -> Link:
-    """The link between any two GPUs. Across nodes it has the bandwidth with which the flat exchange would be as fast as
-    the best one."""
+    """Return the link between any two GPUs. Across nodes it has the bandwidth with which the flat exchange would be as
+    fast as the best one."""
     if given.nodes == 1:
         return _inside(given)
     flat, hierarchical = _ways(spec, given, tokens)
@@ -175,13 +175,13 @@ def _link(spec: ModelSpec, given: Namespace, tokens: int) -> Link:
 
 
 def _inside(given: Namespace) -> Link:
-    """The link between GPUs of one node: memory that seats share, as expert workers do."""
+    """Return the link between GPUs of one node: memory that seats share, as expert workers do."""
     gb = KINDS[given.gpu].link * REACHED_LINK / 1e9 if given.link_gb is None else given.link_gb
     return Link(bandwidth=gb * 1e9, latency=given.link_us / 1e6, joined=False)
 
 
 def _ways(spec: ModelSpec, given: Namespace, tokens: int) -> tuple[Cost, Cost]:
-    """Cost of the flat and of the hierarchical exchange, where all GPUs share one copy of the experts."""
+    """Return the cost of the flat and of the hierarchical exchange, where all GPUs share one copy of the experts."""
     ranks, inside = given.gpus // given.nodes, _inside(given)
     nodes = Nodes(
         count=given.nodes,
@@ -249,7 +249,7 @@ def _across(spec: ModelSpec, given: Namespace, tokens: int) -> str:
 
 
 def _expertflow(spec: ModelSpec, given: Namespace) -> str:
-    """What ExpertFlow's equations 3.1 to 3.3 say."""
+    """Return what ExpertFlow's equations 3.1 to 3.3 say."""
     block = given.block or -(-spec.num_experts // given.gpus)
     batches = given.batches or given.gpus
     plan = parallel_plan(batches, given.gpus, spec.num_experts, block)

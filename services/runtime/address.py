@@ -12,12 +12,12 @@ _ANY = ("0.0.0.0", "::", "")
 
 
 def advertised(settings: NetworkSettings) -> str:
-    """``--advertise``; else ``--host``, or this machine's name where that is every address."""
+    """Return ``--advertise``; else ``--host``, or this machine's name where that is every address."""
     return settings.advertise or (socket.gethostname() if settings.host in _ANY else settings.host)
 
 
 def node_name(settings: NetworkSettings) -> str:
-    """``--node``; else this machine's name. Containers of one machine each have their own: they need the option."""
+    """Return ``--node``; else this machine's name. Containers of one machine have their own: they need the option."""
     return settings.node or socket.gethostname()
 
 
@@ -27,6 +27,6 @@ def incarnation() -> str:
 
 
 def scrape_url(settings: NetworkSettings, port: int) -> str:
-    """URL at which others scrape this process."""
+    """Return the URL at which others scrape this process."""
     host = advertised(settings)
     return f"http://[{host}]:{port}/metrics" if ":" in host else f"http://{host}:{port}/metrics"

@@ -42,5 +42,5 @@ async def in_daemon(name: str, work: Callable[[], T]) -> T:
 
 
 def left_behind() -> bool:
-    """Whether work goes on that nobody waits for, so that the process has to end by ``os._exit``."""
+    """Return whether work goes on that nobody waits for, so that the process has to end by ``os._exit``."""
     return any(isinstance(thread, _Work) for thread in threading.enumerate())

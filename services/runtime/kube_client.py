@@ -32,7 +32,7 @@ class KubeClient:
     def get(
         self, path: str, query: Mapping[str, str], *, timeout_s: tuple[float, float], accept: str = "application/json"
     ) -> Answer:
-        """The answer, whatever its status, its body not read yet. ``timeout_s``: to connect, and between bytes.
+        """Return the answer, whatever its status, its body not read yet. ``timeout_s``: to connect, and between bytes.
 
         Raises:
             KubernetesUnavailable: there is no answer, or the client was closed.
@@ -57,7 +57,7 @@ class KubeClient:
         return Answer(self._response)
 
     def close(self) -> None:
-        """Ends the answer that another thread reads, or is about to read."""
+        """End the answer that another thread reads, or is about to read."""
         self._closed = True
         connection = getattr(self._response.response, "connection", None) if self._response else None
         if (sock := getattr(connection, "sock", None)) is not None:
@@ -82,7 +82,7 @@ class Answer:
         return b"".join(self._pieces()).decode("utf-8", errors="replace")
 
     def lines(self) -> Iterator[bytes]:
-        """Whole lines: the rest of one that a broken connection cut off is dropped."""
+        """Yield whole lines: the rest of one that a broken connection cut off is dropped."""
         rest = b""
         for piece in self._pieces():
             *whole, rest = (rest + piece).split(b"\n")
@@ -98,7 +98,7 @@ class Answer:
 
 
 def in_pod_client() -> ApiClient:
-    """A client with the rights of this pod's service account. It reads the token again whenever that was renewed.
+    """Return a client with the rights of this pod's service account. It reads the token again when that was renewed.
 
     Raises:
         KubernetesUnavailable: this is no pod, or one without a token.
@@ -116,7 +116,7 @@ def in_pod_client() -> ApiClient:
 
 
 def client_of(configuration: Configuration) -> ApiClient:
-    """A client that asks once: its user decides whether to ask again."""
+    """Return a client that asks once: its user decides whether to ask again."""
     from kubernetes.client.api_client import ApiClient
 
     configuration.retries = False
@@ -124,7 +124,7 @@ def client_of(configuration: Configuration) -> ApiClient:
 
 
 def pod_namespace(account: Path = ACCOUNT) -> str:
-    """The namespace of this pod. Raises KubernetesUnavailable where this is no pod, or one without a token."""
+    """Return the namespace of this pod. Raises KubernetesUnavailable where this is no pod, or one without a token."""
     try:
         return (account / "namespace").read_text(encoding="utf-8").strip()
     except OSError as error:

@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 def run_role(role: Role, main: RoleMain, argv: Sequence[str] | None = None) -> int:
-    """Runs ``main(settings, stop)`` with settings from ``argv`` and the environment; returns the exit code.
+    """Run ``main(settings, stop)`` with settings from ``argv`` and the environment; return the exit code.
 
     See :func:`run_process` for signals and errors. A :class:`StartupError` in the settings is one line on stderr.
     Where the role has left work behind, the process ends here.
@@ -55,7 +55,7 @@ def run_role(role: Role, main: RoleMain, argv: Sequence[str] | None = None) -> i
 
 
 def run_process(main: ProcessMain, *, force: Callable[[], None] | None = None) -> int:
-    """Runs ``main(stop)`` to its end and returns its exit code (0 for None).
+    """Run ``main(stop)`` to its end and return its exit code (0 for None).
 
     The first SIGINT or SIGTERM sets ``stop``; the second calls ``force``, and without one ends the process at once.
     A :class:`StartupError` is logged as one line and becomes its exit code; any other exception is logged with its
@@ -74,7 +74,7 @@ def run_process(main: ProcessMain, *, force: Callable[[], None] | None = None) -
 
 
 def _new_loop() -> asyncio.AbstractEventLoop:
-    """A uvloop where there is one: roles share their cores with the engine, and uvloop halves a Redis round trip."""
+    """Return a uvloop where there is one: roles share cores with the engine, and uvloop halves a Redis round trip."""
     if sys.platform == "win32":
         return asyncio.new_event_loop()
     import uvloop  # has no build for Windows
@@ -83,7 +83,7 @@ def _new_loop() -> asyncio.AbstractEventLoop:
 
 
 def _startup_error(error: BaseException) -> StartupError | None:
-    """``error``, or the one inside a task group's exception group, if it is a start-up error."""
+    """Return ``error``, or the one inside a task group's exception group, if it is a start-up error."""
     if isinstance(error, StartupError):
         return error
     inside = error.exceptions if isinstance(error, BaseExceptionGroup) else ()

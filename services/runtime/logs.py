@@ -20,13 +20,13 @@ _CHATTY = ("asyncio", "httpcore", "httpcore2", "httpx", "httpx2", "urllib3")
 
 
 def printable(text: str) -> str:
-    """``text`` in one line, with characters that steer a terminal or turn the writing direction escaped."""
+    """Return ``text`` in one line, with characters that steer a terminal or turn the writing direction escaped."""
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
 @contextmanager
 def bind_request_id(request_id: str) -> Iterator[None]:
-    """Lines logged inside, in this task and those it starts, carry ``request_id``."""
+    """Let lines logged inside, in this task and those it starts, carry ``request_id``."""
     token = _request_id.set(request_id)
     try:
         yield
@@ -40,7 +40,7 @@ def configure_logging(
     style: Literal["auto", "text", "json"] = "auto",
     stream: TextIO | None = None,
 ) -> None:
-    """Makes the root logger write to ``stream`` (stderr); whatever was configured before is replaced."""
+    """Make the root logger write to ``stream`` (stderr); whatever was configured before is replaced."""
     target = stream or sys.stderr
     handler = logging.StreamHandler(target)
     as_text = style == "text" or (style == "auto" and target.isatty())
@@ -68,12 +68,12 @@ def _context_of(role: str) -> logging.Filter:
 
 
 def _extras(record: logging.LogRecord) -> dict[str, object]:
-    """The fields that the caller passed as ``extra``."""
+    """Return the fields that the caller passed as ``extra``."""
     return {key: value for key, value in vars(record).items() if key not in _OWN_ATTRIBUTES}
 
 
 def _in_json(char: str) -> str:
-    """``char`` of a JSON text, as an escape if it would steer a terminal or end a line for some readers."""
+    """Return ``char`` of a JSON text, as an escape if it would steer a terminal or end a line for some readers."""
     return char if char.isprintable() else json.dumps(char)[1:-1]
 
 

@@ -40,7 +40,7 @@ class MetricsServer:
         self._server: asyncio.Server | None = None
 
     async def start(self) -> int:
-        """Listens, and returns the port: the one that was asked for, or a free one for 0.
+        """Listen, and return the port: the one that was asked for, or a free one for 0.
 
         Raises:
             PortInUse: another process listens there.
@@ -56,7 +56,7 @@ class MetricsServer:
         return port
 
     async def close(self) -> None:
-        """Stops listening."""
+        """Stop listening."""
         if self._server is not None:
             self._server.close()
             await self._server.wait_closed()

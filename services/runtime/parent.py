@@ -15,7 +15,7 @@ _POLL_S = 0.5
 
 
 def die_with_parent() -> Callable[[], None] | None:
-    """A ``preexec_fn`` after which the kernel kills the child as soon as the calling thread's process is gone.
+    """Return a ``preexec_fn`` after which the kernel kills the child as soon as the calling thread's process is gone.
 
     It survives exec, so it also holds for other programs. None where the kernel offers no such signal.
     """
@@ -33,7 +33,7 @@ def die_with_parent() -> Callable[[], None] | None:
 
 
 def watch_parent(parent: int, on_death: Callable[[], None] | None = None) -> threading.Thread:
-    """Calls ``on_death`` (default: the process kills itself) once ``parent`` is no longer this process's parent."""
+    """Call ``on_death`` (default: the process kills itself) once ``parent`` is no longer this process's parent."""
 
     def kill_self() -> None:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -29,7 +29,7 @@ class Look:
         self._queue = queue
 
     async def status(self) -> Status:
-        """The verdict. Raises KubernetesUnavailable where only the API server can be read, and it does not answer."""
+        """Return the verdict. Raises KubernetesUnavailable if only the API server can be read and does not answer."""
         cluster, queue = await asyncio.gather(asyncio.to_thread(self._release), self._depths())
         if isinstance(cluster, KubernetesUnavailable) and queue is None:
             raise cluster
@@ -58,7 +58,7 @@ class Look:
 
 
 def _explained(reader: ClusterReader, pod: Pod) -> Pod:
-    """``pod`` with what its own page says, where it runs and is not ready."""
+    """Return ``pod`` with what its own page says, where it runs and is not ready."""
     if not pod.why.startswith("runs, but is not ready"):
         return pod
     try:
@@ -69,7 +69,7 @@ def _explained(reader: ClusterReader, pod: Pod) -> Pod:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0 where the model can be served (or sleeps and will be woken), 1 where something is missing.
+    """Return the exit code: 0 where the model can be served (or sleeps and will be woken), 1 if something is missing.
 
     Raises:
         ConfigError: an option is wrong, or nothing says which deployment.

@@ -24,7 +24,7 @@ class Fetch:
 
 
 def fetches(jobs: Iterable[Object], pods: Collection[Object], warnings: Mapping[str, str]) -> tuple[Fetch, ...]:
-    """The state of ``jobs``, whose pods are among ``pods``. ``warnings``: the newest event about an object, by uid."""
+    """Return the state of ``jobs``, whose pods are among ``pods``. ``warnings``: each object's newest event, by uid."""
     return tuple(_fetch(job, _newest_first(job, pods), warnings) for job in jobs)
 
 
@@ -49,7 +49,7 @@ def _newest_first(job: Object, pods: Iterable[Object]) -> list[Object]:
 
 
 def _words(pods: Iterable[Object], warnings: Mapping[str, str]) -> Iterator[str]:
-    """Reasons of the pods that lack something. A pod that runs is ready, for it has no probe."""
+    """Yield the reasons of the pods that lack something. A pod that runs is ready, for it has no probe."""
     for pod in pods:
         meta, conditions = pod["metadata"], pod.get("status", {}).get("conditions", ())
         ready = any(each["type"] == "Ready" and each["status"] == "True" for each in conditions)

@@ -32,7 +32,7 @@ class ClusterReader:
         self._pod = pod
 
     def read(self) -> Release:
-        """The release, without what the account may not list: that of a scheduler may not list pods.
+        """Return the release, without what the account may not list: that of a scheduler may not list pods.
 
         Raises:
             KubernetesUnavailable: the API server does not answer or refuses, or knows no release.
@@ -56,7 +56,7 @@ class ClusterReader:
         return replace(found, hidden=hidden)
 
     def ready_page(self, pod: Pod) -> str:
-        """What a role that is not ready waits for, by its own page; empty where the page cannot be read."""
+        """Return what a role that is not ready waits for, by its own page; empty where the page cannot be read."""
         port = "8000" if pod.role == "gateway" else "9100"
         status, text = self._get("api/v1", f"pods/{pod.name}:{port}/proxy/ready", {})
         try:
@@ -86,18 +86,18 @@ class ClusterReader:
         return names[0]
 
     def _stateful_sets(self) -> list[Object]:
-        """StatefulSets, but for those that the controller made from a LeaderWorkerSet, which may carry its labels."""
+        """Return StatefulSets except those that the controller made of a LeaderWorkerSet: they may carry its labels."""
         found = self._list("apis/apps/v1", "statefulsets")
         return [each for each in found if GROUP_OF not in each["metadata"]["labels"]]
 
     def _groups(self, hidden: dict[str, str]) -> list[Object]:
-        """LeaderWorkerSets; none where the cluster does not know the kind."""
+        """Return the LeaderWorkerSets; none where the cluster does not know the kind."""
         return self._allowed(f"apis/{GROUPS_API}", _GROUPS, hidden, may_lack=True)
 
     def _allowed(
         self, api: str, kind: str, hidden: dict[str, str], selector: str = _OURS, *, may_lack: bool = False
     ) -> list[Object]:
-        """The objects, or none where the account may not list them: then ``hidden`` has the reason."""
+        """Return the objects, or none where the account may not list them: then ``hidden`` has the reason."""
         try:
             return self._list(api, kind, selector, may_lack=may_lack)
         except KubernetesForbidden as error:
@@ -105,7 +105,8 @@ class ClusterReader:
             return []
 
     def _list(self, api: str, kind: str, selector: str = _OURS, *, may_lack: bool = False) -> list[Object]:
-        """Objects of roles on a request's path, and of what fetches the model. ``may_lack``: the kind may be unknown.
+        """Return the objects of roles on a request's path, and of what fetches the model. ``may_lack``: the kind may be
+        unknown.
 
         Raises:
             KubernetesForbidden: the account may not list them.
@@ -121,18 +122,18 @@ class ClusterReader:
         return [each for each in items if each["metadata"]["labels"].get(ROLE) in (*SERVING, FETCH)]
 
     def _warnings(self) -> list[Object]:
-        """Warnings about all objects there. They only add to the reasons: none where the account may not see them."""
+        """Return warnings about all objects. They only add to the reasons: none where the account may not see them."""
         status, text = self._get("api/v1", "events", {"fieldSelector": "type=Warning"})
         found: list[Object] = json.loads(text)["items"] if status == _HTTP_OK else []
         return found
 
     def _scaled(self, selector: str) -> bool | None:
-        """Whether the release has ScaledObjects. None: the account may not know."""
+        """Return whether the release has ScaledObjects. None: the account may not know."""
         status, text = self._get("apis/keda.sh/v1alpha1", "scaledobjects", {"labelSelector": selector})
         return None if status == _FORBIDDEN else status == _HTTP_OK and bool(json.loads(text)["items"])
 
     def _get(self, api: str, what: str, query: dict[str, str]) -> tuple[int, str]:
-        """Status and text of an answer of the API server, or of a pod behind it. Raises KubernetesUnavailable."""
+        """Return status and text of an answer of the API server or a pod behind it. Raises KubernetesUnavailable."""
         path, accept = f"/{api}/namespaces/{self._namespace}/{what}", "application/json, text/plain"
         with self._client.get(path, query, timeout_s=_TIMEOUT_S, accept=accept) as answer:
             return answer.status, answer.text()
@@ -146,22 +147,22 @@ def _message(status: int, text: str) -> str:
 
 
 def in_cluster() -> bool:
-    """Whether this process runs in a pod with an account."""
+    """Return whether this process runs in a pod with an account."""
     return "KUBERNETES_SERVICE_HOST" in os.environ and (ACCOUNT / "token").exists()
 
 
 def _kubeconfig() -> str:
-    """Path of the kubeconfig, or several of them, as kubectl reads them."""
+    """Return the path of the kubeconfig, or several of them, as kubectl reads them."""
     return os.environ.get("KUBECONFIG") or str(Path.home() / ".kube/config")
 
 
 def has_kubeconfig() -> bool:
-    """Whether there is a kubeconfig where kubectl would look."""
+    """Return whether there is a kubeconfig where kubectl would look."""
     return any(Path(name).expanduser().is_file() for name in _kubeconfig().split(os.pathsep) if name)
 
 
 def connected(context: str | None) -> tuple[KubeClient, str]:
-    """A client with this pod's account, or the kubeconfig's, and the namespace that goes with it.
+    """Return a client with this pod's account, or the kubeconfig's, and the namespace that goes with it.
 
     Raises:
         KubernetesUnavailable: the package is missing, or the configuration is unusable.

@@ -116,8 +116,8 @@ class QueueReader:
 
 
 def groups(table: RoutingTable | None, seats: list[SeatState], asked: int | None) -> dict[int, Group]:
-    """Groups by number: those of the table or, before there is one, those that are asked for or that seats name. A seat
-    counts for its group while the table lists it and its worker is there."""
+    """Return the groups by number: those of the table or, before there is one, those that are asked for or that seats
+    name. A seat counts for its group while the table lists it and its worker is there."""
     known = {state.number: state for state in seats}
     listed = {number: [seat.number for seat in its] for number, its in (table.seats_of if table else {}).items()}
     named = {group for state in seats if (group := _group(state)) is not None}

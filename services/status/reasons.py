@@ -14,7 +14,7 @@ _NOTE = '"level": "info"'
 
 
 def newest(events: Iterable[Object]) -> dict[str, str]:
-    """The last warning about each object, by its uid. Failing probes are left out: a pod that is not ready says so."""
+    """Return each object's last warning, by its uid. Failing probes are left out: a pod that is not ready says so."""
     found: dict[str, str] = {}
     for event in sorted(events, key=_moment):
         if (reason := event.get("reason")) != "Unhealthy":
@@ -24,8 +24,8 @@ def newest(events: Iterable[Object]) -> dict[str, str]:
 
 
 def _about(involved: Object) -> Iterator[str]:
-    """The uid, and the name of the workload for which a controller made the object. A Deployment's ReplicaSets have its
-    name and a hash; a LeaderWorkerSet's StatefulSets have its name, those of the groups with a number."""
+    """Yield the uid, and the name of the workload for which a controller made the object. A Deployment's ReplicaSets
+    have its name and a hash; a LeaderWorkerSet's StatefulSets have its name, those of the groups with a number."""
     name = str(involved.get("name", ""))
     yield str(involved.get("uid"))
     if involved.get("kind") in ("ReplicaSet", "StatefulSet"):
@@ -39,13 +39,13 @@ def _moment(event: Object) -> str:
 
 
 def why_not_ready(pod: Object, ready: bool, warning: str) -> str:
-    """The reason, or empty where ``pod`` is ready. ``warning``: the newest event about the pod."""
+    """Return the reason, or empty where ``pod`` is ready. ``warning``: the newest event about the pod."""
     return short(_why(pod, ready, warning))
 
 
 def short(text: str) -> str:
-    """``text`` as one line: the last three lines of a log that are not informative, or a message of the Kubernetes
-    scheduler without its part on preemption."""
+    """Return ``text`` as one line: the last three lines of a log that are not informative, or a message of the
+    Kubernetes scheduler without its part on preemption."""
     lines: Sequence[str] = [line.strip() for line in text.strip().splitlines() if line.strip()]
     warnings = [line for line in lines if _NOTE not in line] or lines
     words = " ".join(warnings[-3:]).partition(" preemption:")[0].strip()
@@ -68,7 +68,7 @@ def _why(pod: Object, ready: bool, warning: str) -> str:
 
 
 def _before(container: Object, warning: str) -> str:
-    """What keeps an init container from ending well; empty where it has ended well, or is a sidecar that is ready."""
+    """Return what keeps an init container from ending well; empty where it has ended well, or is a ready sidecar."""
     if "running" in container.get("state", {}) and not container.get("ready"):
         return f"{container['name']} has not ended yet{_ended_before(container)}"
     trouble = _trouble(container, warning)
@@ -76,7 +76,7 @@ def _before(container: Object, warning: str) -> str:
 
 
 def _trouble(container: Object, warning: str) -> str:
-    """What one container lacks; empty where it lacks nothing, or waits for another container."""
+    """Return what one container lacks; empty where it lacks nothing, or waits for another container."""
     state, words = container.get("state", {}), _last_words(container)
     if waiting := state.get("waiting"):
         reason = str(waiting.get("reason", "waiting"))
@@ -98,7 +98,7 @@ def _ended_before(container: Object) -> str:
 
 
 def _last_words(container: Object) -> str:
-    """How the container ended last, and its message."""
+    """Return how the container ended last, and its message."""
     for state in (container.get("state", {}), container.get("lastState", {})):
         if ended := state.get("terminated"):
             how = f"{ended.get('reason', 'no word')}, code {ended.get('exitCode')}"

@@ -83,8 +83,8 @@ def release(
     events: Iterable[Object] = (),
     scaled: bool | None = False,
 ) -> Release:
-    """A release by its objects. ``jobs``: those that fetch the model. ``events``: warnings of the namespace, of which
-    the newest of each object counts."""
+    """Return a release by its objects. ``jobs``: those that fetch the model. ``events``: warnings of the namespace, of
+    which the newest of each object counts."""
     warnings = newest(events)
     known = [_pod(each, warnings) for each in pods if each["metadata"].get("labels", {}).get(ROLE) in SERVING]
     pods_of = Counter((each.role, each.group) for each in known)
@@ -100,7 +100,7 @@ def release(
 
 
 def releases(workloads: Iterable[Object]) -> list[str]:
-    """Names of the releases that have ``workloads``."""
+    """Return the names of the releases that have ``workloads``."""
     return sorted({str(each["metadata"]["labels"][INSTANCE]) for each in workloads})
 
 
@@ -125,7 +125,7 @@ def _workload(item: Object, warnings: Mapping[str, str], pods_of: Mapping[tuple[
 
 
 def _ranks(workload: Object) -> int | None:
-    """Pods of each group, where ``workload`` is a LeaderWorkerSet."""
+    """Return the pods of each group, where ``workload`` is a LeaderWorkerSet."""
     template = workload["spec"].get("leaderWorkerTemplate")
     return None if template is None else int(template.get("size", 1))
 

@@ -39,7 +39,7 @@ class Status:
 
 
 def judge(release: Release | None, queue: Queue | None, notes: Iterable[str] = ()) -> Status:
-    """The verdict on what was read; ``release`` or ``queue`` may be None, not both."""
+    """Return the verdict on what was read; ``release`` or ``queue`` may be None, not both."""
     missing, troubles = _of_release(release, alone=queue is None) if release else ([], [])
     if queue is not None:
         missing += _of_queue(queue, asleep=release is not None and release.asleep)
@@ -73,7 +73,7 @@ def _of_release(release: Release, *, alone: bool) -> tuple[list[str], list[str]]
 
 
 def _absent(release: Release, *, alone: bool) -> list[str]:
-    """Roles that have no workload. ``alone``: Redis, which knows what is registered, was not read."""
+    """Return the roles that have no workload. ``alone``: Redis, which knows what is registered, was not read."""
     absent = []
     for role, kinds in _NEEDED.items():
         seen = [kind for kind in kinds if f"{kind.lower()}s" not in release.hidden]
@@ -94,7 +94,7 @@ def _fetch(fetch: Fetch) -> str:
 
 
 def _stuck(release: Release, workload: Workload) -> bool:
-    """Whether pods of a new revision are not ready, though enough old ones are."""
+    """Return whether pods of a new revision are not ready, though enough old ones are."""
     return any(not pod.ready and pod.why != "leaving" for pod in release.pods_of(workload))
 
 

@@ -51,7 +51,7 @@ class RoleProcess:
         return process.pid if process is not None and process.returncode is None else None
 
     async def start(self) -> None:
-        """Starts the process. Its output goes where this process's output goes."""
+        """Start the process. Its output goes where this process's output goes."""
         self._process = await asyncio.create_subprocess_exec(
             *self._command,
             stdin=asyncio.subprocess.DEVNULL,
@@ -61,14 +61,14 @@ class RoleProcess:
         )
 
     async def wait(self) -> int:
-        """Returns the exit code once the process ends, or minus the number of the signal that ended it."""
+        """Return the exit code once the process ends, or minus the number of the signal that ended it."""
         assert self._process is not None, "not started"
         code = await self._process.wait()
         self._on_end(self._process.pid)
         return code
 
     async def stop(self, timeout_s: float) -> int | None:
-        """Asks the process to stop, and kills it if it has not ended after ``timeout_s`` seconds."""
+        """Ask the process to stop, and kill it if it has not ended after ``timeout_s`` seconds."""
         if self._process is None or self.pid is None:
             return None
         with suppress(ProcessLookupError):
@@ -83,7 +83,7 @@ class RoleProcess:
         return self._process.returncode
 
     def kill(self) -> None:
-        """Ends the process at once."""
+        """End the process at once."""
         if self._process is not None and self.pid is not None:
             self._process.kill()
 
@@ -139,13 +139,13 @@ class Child:
         return not self._policy.exhausted or self._lived_s() >= self._policy.healthy_s
 
     async def start(self) -> None:
-        """Starts the process."""
+        """Start the process."""
         self._began = time.monotonic()
         self._outlook.on_start()
         await self._process.start()
 
     async def keep_alive(self) -> int:
-        """Restarts the process whenever it ends. Returns the exit code (1 to 255) after which it is given up."""
+        """Restart the process whenever it ends. Returns the exit code (1 to 255) after which it is given up."""
         while True:
             code = await self._process.wait()
             if self._stopping:
@@ -161,7 +161,7 @@ class Child:
             await self.start()
 
     def restart(self) -> None:
-        """Kills the process, so that :meth:`keep_alive` starts it again."""
+        """Kill the process, so that :meth:`keep_alive` starts it again."""
         self._process.kill()
 
     def _lived_s(self) -> float:
@@ -169,21 +169,21 @@ class Child:
         return lived_s() if lived_s else time.monotonic() - self._began
 
     async def stop(self, timeout_s: float) -> None:
-        """Stops the process for good."""
+        """Stop the process for good."""
         self._stopping = True
         code = await self._process.stop(timeout_s)
         if code is not None and not _as_asked(code):
             log.warning("%s was stopped, but %s", self.name, _describe(code))
 
     def kill(self) -> None:
-        """Ends the process at once, for good."""
+        """End the process at once, for good."""
         self._stopping = True
         self._process.kill()
 
 
 def _as_asked(code: int) -> bool:
-    """Whether a child that was stopped ended in order. A rank in lock-step may leave with another rank (AGAIN); a
-    process that has just begun does not handle SIGTERM yet; a kill after the timeout has been logged."""
+    """Return whether a child that was stopped ended in order. A rank in lock-step may leave with another rank (AGAIN);
+    a process that has just begun does not handle SIGTERM yet; a kill after the timeout has been logged."""
     return code in (0, AGAIN, -signal.SIGTERM, -signal.SIGKILL)
 
 
@@ -194,5 +194,5 @@ def _describe(code: int) -> str:
 
 
 def _exit_code(code: int) -> int:
-    """Exit code as a shell reports it. A process that ends with 0 although nobody stopped it has crashed."""
+    """Return the exit code as a shell reports it. A process that ends with 0 although nobody stopped it has crashed."""
     return 128 - code if code < 0 else code or CRASHED

@@ -64,7 +64,7 @@ class Children:
         await self.start(name, RoleProcess(command, os.environ, outlook.on_end), role, outlook=outlook)
 
     def well_others(self, name: str, *roles: Role) -> int:
-        """How many children of ``roles`` other than ``name`` did not fail too often of late."""
+        """Return how many children of ``roles`` other than ``name`` did not fail too often of late."""
         return sum(child.well for role, child in self._children if role in roles and child.name != name)
 
     def restart(self, name: str) -> None:
@@ -96,7 +96,7 @@ class Children:
             await asyncio.gather(*(child.stop(timeout_s) for child in of_role))
 
     def exit_code(self, code: int) -> int:
-        """``code``, or FORCED where the children were killed."""
+        """Return ``code``, or FORCED where the children were killed."""
         return FORCED if self._forced else code
 
     def kill(self) -> None:
@@ -113,7 +113,7 @@ async def _kept_alive(child: Child) -> int:
 
 
 def _drain_s(role: Role | None, settings: Settings) -> float:
-    """How long a role may take to end. Seats wait until no table lists them, then until their calls are answered."""
+    """Return how long a role may take to end. Seats wait until no table lists them, then until calls are answered."""
     if role is None or role == SCHEDULER:
         return 0.0
     drains = {COLOCATED: 3, EXPERTS: 2}.get(role, 1)

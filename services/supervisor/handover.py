@@ -29,14 +29,14 @@ class RunFolder:
         self._sweep(self.path.parent)
 
     def write(self, name: str, settings: Settings, changes: Mapping[str, object]) -> Path:
-        """Writes ``settings`` with ``changes`` for the process ``name`` and returns the file."""
+        """Write ``settings`` with ``changes`` for the process ``name`` and return the file."""
         values = settings.model_dump(mode="json") | dict(changes)
         if settings.redis_url_file is not None:  # the process reads the file itself, at each start
             values["redis_url"] = None
         return self._new_file(f"{name}.yaml", yaml.safe_dump(values, allow_unicode=True))
 
     def new_secret(self, name: str) -> Path:
-        """A file with fresh random text."""
+        """Return a new file with fresh random text."""
         return self._new_file(f"{name}.secret", secrets.token_urlsafe(32))
 
     def _new_file(self, name: str, content: str) -> Path:
@@ -55,7 +55,7 @@ class RunFolder:
 
     @staticmethod
     def _sweep(parent: Path) -> None:
-        """Deletes folders of this user's supervisors that were killed, even of one with the same process number."""
+        """Delete folders of this user's supervisors that were killed, even of one with the same process number."""
         for folder in parent.glob(f"{_PREFIX}*"):
             owner = folder.name.removeprefix(_PREFIX).split("-")[0]
             with suppress(OSError):
@@ -64,7 +64,7 @@ class RunFolder:
 
 
 def _life(pid: int) -> str:
-    """The process's number, on Linux followed by its start time in ticks since the machine started."""
+    """Return the process's number, on Linux followed by its start time in ticks since the machine started."""
     with suppress(OSError):
         return f"{pid}.{Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[19]}"
     return str(pid)
@@ -88,7 +88,7 @@ def _alive(pid: int) -> bool:
 
 
 def check_port(host: str, port: int, *, option: str = "--port") -> int:
-    """``port`` if nobody listens there on ``host``; a free one for 0. ``option`` is the one that chose the port.
+    """Return ``port`` if nobody listens there on ``host``; a free one for 0. ``option`` is the one that chose the port.
 
     Raises:
         PortInUse: another process listens there.
@@ -111,7 +111,7 @@ def check_port(host: str, port: int, *, option: str = "--port") -> int:
 
 
 def held_ports(host: str, count: int, until: ExitStack) -> list[int]:
-    """``count`` different ports for children to listen on.
+    """Return ``count`` different ports for children to listen on.
 
     Linux gives them to no other process until ``until`` is closed: a port that is only bound goes to those who name it.
     """
@@ -123,7 +123,7 @@ def held_ports(host: str, count: int, until: ExitStack) -> list[int]:
 
 
 def held(host: str, ports: Sequence[int], until: ExitStack, *, option: str) -> Sequence[int]:
-    """``ports``, held as by :func:`held_ports`: a child's port stays its own between its death and its next start.
+    """Return ``ports``, held as by :func:`held_ports`: a child's port stays its own between death and next start.
 
     Raises:
         PortInUse: another process has one of them.
@@ -166,6 +166,6 @@ def _port_of(bound: socket.socket) -> int:
 
 
 def base_url(host: str, port: int) -> str:
-    """URL at which a client on this machine reaches a server that listens on ``host``."""
+    """Return the URL at which a client on this machine reaches a server that listens on ``host``."""
     reachable = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
     return f"http://[{reachable}]:{port}" if ":" in reachable else f"http://{reachable}:{port}"

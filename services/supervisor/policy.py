@@ -45,7 +45,7 @@ class RestartPolicy:
         return self._failures >= self._max_failures
 
     def delay(self, code: int, lived_s: float, *, spared: bool = False, proven: bool = False) -> float | None:
-        """Seconds to wait before the next start of a process that ended with ``code``; None to give up.
+        """Return the seconds to wait before the next start of a process that ended with ``code``; None to give up.
 
         ``proven``: it has worked with these settings before, so no exit code rules out another try.
         """

@@ -47,7 +47,7 @@ class Readiness:
         """Whether any of them was ready at any time."""
 
     def missing(self) -> list[str]:
-        """Which processes are not ready, and what each waits for; for /ready."""
+        """Return which processes are not ready, and what each waits for; for /ready."""
         return [f"{name} ({life.missing})" for name, life in self._lives.items() if life.missing]
 
     def started(self, name: str) -> None:
@@ -55,7 +55,7 @@ class Readiness:
         self._lives[name] = _Life(missing=_END if self._ending else _PAGE)
 
     def served_s(self, name: str) -> float:
-        """Seconds since ``name`` was first ready after its last start."""
+        """Return the seconds since ``name`` was first ready after its last start."""
         ready_at = self._lives[name].ready_at
         return 0.0 if ready_at is None else time.monotonic() - ready_at
 

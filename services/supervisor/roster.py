@@ -22,7 +22,7 @@ class Place:
     expert_group: int | None = None
 
     def changes(self) -> dict[str, object]:
-        """Settings of this worker that differ from those of all."""
+        """Return the settings of this worker that differ from those of all."""
         own: dict[str, object] = {"device": self.device, "metrics_port": self.metrics_port}
         if self.fabric_port is not None:
             own |= {"fabric_port": self.fabric_port, "expert_group": self.expert_group}
@@ -39,7 +39,7 @@ class Place:
 
 
 def computing(settings: Settings) -> dict[Role, list[str]]:
-    """Names of the workers of each role. A single attention worker that is no rank has no number."""
+    """Return the names of the workers of each role. A single attention worker that is no rank has no number."""
     workers, layout = settings.workers, settings.layout
     alone = workers == 1 and layout != "lockstep"
     return {
@@ -50,12 +50,12 @@ def computing(settings: Settings) -> dict[Role, list[str]]:
 
 
 def device_of(settings: Settings, index: int) -> str:
-    """Device of worker ``index`` of a machine: the GPU with that number, unless the settings name a device."""
+    """Return the device of worker ``index`` of a machine: the GPU with that number, unless settings name a device."""
     return f"{settings.device}:{index}" if settings.device in ("auto", "cuda") else settings.device
 
 
 def places(settings: Settings, pages: Sequence[int]) -> list[Place]:
-    """All workers of one machine, in order. The i-th has the i-th GPU; the i-th seat has the i-th port from
+    """Return all workers of one machine, in order. The i-th has the i-th GPU; the i-th seat has the i-th port from
     --fabric-port on, and group i modulo the number of groups if the machine has seats for all groups.
 
     Args:

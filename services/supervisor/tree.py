@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 
 def serve(settings: Settings, *, on_ready: OnReady | None = None) -> int:
-    """Serves until Ctrl-C or SIGTERM; returns the exit code. ``on_ready`` gets the base URL as soon as it answers."""
+    """Serve until Ctrl-C or SIGTERM; return the exit code. ``on_ready`` gets the base URL as soon as it answers."""
     configure_logging("serve", settings.log_level, settings.log_format)
     supervisor = Supervisor(settings, on_ready=on_ready)
     return run_process(supervisor.run, force=supervisor.kill)
@@ -64,7 +64,7 @@ class Supervisor:
         self._notices: Notices | None = None
 
     async def run(self, stop: asyncio.Event) -> int:
-        """Starts everything, waits for ``stop`` or for a child that cannot be kept alive, stops everything.
+        """Start everything, wait for ``stop`` or for a child that cannot be kept alive, stop everything.
 
         Raises:
             StartupError: the model folder or the address is unusable, or Redis does not start.
@@ -83,11 +83,11 @@ class Supervisor:
         return self._children.exit_code(code)
 
     def kill(self) -> None:
-        """Ends all children at once; :meth:`run` then returns soon."""
+        """End all children at once; :meth:`run` then returns soon."""
         self._children.kill()
 
     def _check(self) -> int:
-        """Checks, before anything is loaded, what would make the roles fail. Returns the port of the REST API."""
+        """Check, before anything is loaded, what would make the roles fail. Returns the port of the REST API."""
         model = self._settings.model
         if model is None:
             raise ConfigError("There is no checkpoint to serve.", hint="Give its folder with --model DIR.")
@@ -118,13 +118,13 @@ class Supervisor:
             await self._children.start_role(name, role, folder.write(name, self._settings, changes), outlook=outlook)
 
     def _processes(self) -> dict[str, Role]:
-        """Name -> role of every process, in the order in which they are stopped."""
+        """Return name -> role of every process, in the order in which they are stopped."""
         names: dict[Role, list[str]] = {role: [role] for role in self._modules}
         names |= computing(self._settings)
         return {name: role for role in self._modules for name in names[role]}
 
     def _spared(self, name: str, role: Role) -> bool:
-        """Whether the server goes on without the process ``name``, which keeps failing."""
+        """Return whether the server goes on without the process ``name``, which keeps failing."""
         settings = self._settings
         needed: dict[Role, int] = dict.fromkeys((EXPERTS, COLOCATED), settings.expert_groups or settings.seats)
         if not self._ranks():  # ranks in lock-step need one another
@@ -132,11 +132,11 @@ class Supervisor:
         return role in needed and self._children.well_others(name, role) >= needed[role]
 
     def _ranks(self) -> list[str]:
-        """Names of the attention workers that share the experts in lock-step."""
+        """Return the names of the attention workers that share the experts in lock-step."""
         return computing(self._settings)[ATTENTION] if self._settings.layout == "lockstep" else []
 
     def _fabric(self, folder: RunFolder, ports: ExitStack) -> dict[str, object]:
-        """Settings by which several attention and expert workers reach one another."""
+        """Return the settings by which several attention and expert workers reach one another."""
         settings = self._settings
         if settings.layout == "local":
             return {}
@@ -162,7 +162,7 @@ class Supervisor:
             await self._on_ready(url)
 
     async def _ready(self, url: str) -> None:
-        """Returns once the gateway is ready; logs now and then what is missing."""
+        """Return once the gateway is ready; log now and then what is missing."""
         clock = asyncio.get_running_loop().time
         noted = clock()
         async with httpx.AsyncClient(trust_env=False, timeout=5.0) as client:

@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 
 def run_workers(settings: Settings) -> int:
-    """Runs the workers until Ctrl-C or SIGTERM; returns the exit code."""
+    """Run the workers until Ctrl-C or SIGTERM; return the exit code."""
     configure_logging(WORKERS, settings.log_level, settings.log_format)
     disable_created_metrics()  # type: ignore[no-untyped-call]  # as in every role
     workers = Workers(settings)
@@ -65,7 +65,7 @@ class Workers:
         self._children = Children(modules, new_policy=new_policy, stop_margin_s=stop_margin_s)
 
     async def run(self, stop: asyncio.Event) -> int:
-        """Starts all, waits for ``stop`` or for a worker that cannot be kept alive, stops all.
+        """Start all, wait for ``stop`` or for a worker that cannot be kept alive, stop all.
 
         Raises:
             StartupError: the model folder is unusable, or a port is taken.
@@ -86,7 +86,7 @@ class Workers:
         return self._children.exit_code(code)
 
     def kill(self) -> None:
-        """Ends all at once; :meth:`run` then returns soon."""
+        """End all at once; :meth:`run` then returns soon."""
         self._children.kill()
 
     async def _run(
@@ -109,7 +109,7 @@ class Workers:
             await self._children.stop(self._settings)
 
     def _pages(self, until: ExitStack) -> Sequence[int]:
-        """Ports of the workers' own pages: those after ``--metrics-port``, or any where that is 0."""
+        """Return the ports of the workers' own pages: those after ``--metrics-port``, or any where that is 0."""
         settings, count = self._settings, sum(map(len, computing(self._settings).values()))
         if not settings.metrics_port:
             return held_ports(settings.host, count, until)
@@ -138,7 +138,7 @@ class Workers:
         self._children.restart(name)
 
     def _spared(self, name: str) -> bool:
-        """Whether a worker that keeps failing is restarted on and on: as long as others on this machine are well."""
+        """Return whether a worker that keeps failing is restarted on and on: while others on this machine are well."""
         return self._children.well_others(name, *COMPUTING) > 0
 
     @asynccontextmanager

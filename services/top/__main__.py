@@ -82,7 +82,7 @@ async def _run(redis_url: str, namespace: str, interval_s: float, *, once: bool)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0, or 1 where one frame was asked for and Redis was away.
+    """Return the exit code: 0, or 1 where one frame was asked for and Redis was away.
 
     Raises:
         ConfigError: an option is wrong or ``--redis-url`` is missing.

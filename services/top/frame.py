@@ -73,7 +73,7 @@ class Frame:
 
 
 def frame(before: Reading | None, now: Reading) -> Frame:
-    """The frame of a reading; ``before`` is an earlier one, for rates."""
+    """Return the frame of a reading; ``before`` is an earlier one, for rates."""
     seats = [*(_seat_line(state, before, now) for state in now.seats), *_gone(now)]
     workers = [_worker_line(state, before, now) for state in now.workers]
     loads = [line.rows_per_s for line in seats if line.rows_per_s is not None and line.status == "ready"]
@@ -113,7 +113,7 @@ def _seat_line(state: SeatState, before: Reading | None, now: Reading) -> SeatLi
 
 
 def _gone(now: Reading) -> list[SeatLine]:
-    """Seats of the table that Redis lists no more: the next table will be without them."""
+    """Return the seats of the table that Redis lists no more: the next table will be without them."""
     known = {state.number for state in now.seats}
     gone: list[Seat] = [seat for seat in (now.table.seats if now.table else ()) if seat.number not in known]
     return [

@@ -103,7 +103,7 @@ class Reader:
 
 
 def sums(text: str) -> Page:
-    """The page in ``text``. Raises ValueError where it is no metrics page."""
+    """Return the page in ``text``. Raises ValueError where it is no metrics page."""
     totals: dict[str, float] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -113,7 +113,7 @@ def sums(text: str) -> Page:
 
 
 def _url(url: str | None, host: str) -> str | None:
-    """The URL of a worker's page: a worker that listens on all addresses is reached by its host's name."""
+    """Return the URL of a worker's page: a worker that listens on all addresses is reached by its host's name."""
     parts = urlsplit(url or "")
     if parts.hostname not in _EVERYWHERE:
         return url
@@ -121,7 +121,7 @@ def _url(url: str | None, host: str) -> str | None:
 
 
 def rate(series: str, worker: str, before: Reading | None, now: Reading) -> float | None:
-    """Growth per second of a worker's counter between two readings; None where one of them lacks it."""
+    """Return the growth per second of a worker's counter between two readings; None where one of them lacks it."""
     then = before.pages.get(worker) if before else None
     page = now.pages.get(worker)
     if before is None or then is None or page is None or series not in page or now.at_s <= before.at_s:

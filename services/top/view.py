@@ -38,7 +38,7 @@ class _Column(Generic[LineT]):
 
 
 def view(frame: Frame, width: int, height: int | None = None) -> RenderableType:
-    """The frame for a terminal of ``width`` columns and ``height`` lines; None: as many lines as it takes."""
+    """Return the frame for a terminal of ``width`` columns and ``height`` lines; None: as many lines as it takes."""
     spare = None if height is None else height - _FIXED_LINES - min(len(frame.groups), _MAX_GROUPS)
     workers = len(frame.workers) if spare is None else max(1, min(len(frame.workers), spare // 2))
     seats = None if spare is None else max(1, spare - workers)
@@ -93,7 +93,7 @@ def _table(
 
 
 def _fitting(columns: Sequence[_Column[LineT]], width: int) -> list[_Column[LineT]]:
-    """The first columns that fit ``width``; one at least."""
+    """Return the first columns that fit ``width``; one at least."""
     taken: list[_Column[LineT]] = []
     used = 0
     for column in columns:

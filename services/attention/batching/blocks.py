@@ -52,11 +52,11 @@ class BlockPool:
         return len(self._empty) + len(self._cached)
 
     def blocks_for(self, tokens: int) -> int:
-        """Blocks that hold ``tokens`` tokens."""
+        """Return how many blocks hold ``tokens`` tokens."""
         return -(-tokens // self.block_size)
 
     def match(self, chain: Sequence[bytes]) -> list[int]:
-        """Blocks of the longest prefix in ``chain`` that is in the pool, without taking them."""
+        """Return the blocks of the longest prefix in ``chain`` that is in the pool, without taking them."""
         found = []
         for name in chain:
             block = self._block_of.get(name)
@@ -66,7 +66,7 @@ class BlockPool:
         return found
 
     def fits(self, matched: Sequence[int], new: int) -> bool:
-        """Whether ``new`` blocks are available once ``matched`` are taken."""
+        """Return whether ``new`` blocks are available once ``matched`` are taken."""
         revived = sum(not self._references[block] for block in matched)
         return new <= self.available - revived
 
@@ -142,7 +142,7 @@ class Prefixes:
         return self._enabled and state.scored is None
 
     def match(self, state: SequenceState) -> list[int]:
-        """Cached blocks of the sequence. The last known token is always recomputed: its row is what a draw needs."""
+        """Return cached blocks of the sequence. The last known token is recomputed: its row is what a draw needs."""
         if not self.looks_up(state):
             return []
         blocks = (len(state.token_ids) - 1) // self._pool.block_size
@@ -176,7 +176,7 @@ def make_room(pool: BlockPool, decodes: Sequence[SequenceState], ahead: int) -> 
 
 
 def reserve(pool: BlockPool, running: Sequence[SequenceState]) -> int:
-    """How many blocks ``running`` need to grow by one each. Without them an admission could preempt at once."""
+    """Return how many blocks ``running`` need to grow by one each. Without them an admission could preempt at once."""
     return sum(state.limit > len(state.blocks) * pool.block_size for state in running)
 
 

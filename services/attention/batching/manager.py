@@ -60,11 +60,11 @@ class BatchManager:
         return len(self._running)
 
     def held(self) -> dict[str, int]:
-        """Attempt of every request that has not ended."""
+        """Return the attempt of every request that has not ended."""
         return {request_id: state.request.attempt for request_id, state in self._held.items()}
 
     def in_step(self) -> dict[str, int]:
-        """Attempt of every request that steps compute now, without those that wait."""
+        """Return the attempt of every request that steps compute now, without those that wait."""
         return {state.request.id: state.request.attempt for state in self._running}
 
     def add(self, request: GenerateRequest) -> None:
@@ -149,7 +149,7 @@ class BatchManager:
         return to_zero
 
     def drain(self) -> list[TokenEvent]:
-        """Events since the last call, in order."""
+        """Return the events since the last call, in order."""
         events, self._events = self._events, []
         return events
 
@@ -163,7 +163,7 @@ class BatchManager:
         self._next_deadline_ms = min((state.request.deadline_ms for state in self._held.values()), default=math.inf)
 
     def _repeats(self) -> bool:
-        """Whether the step is like the one before, each sequence one token further. Makes room for these tokens.
+        """Return whether the step is like the one before, each sequence one token further. Makes room for these tokens.
 
         True only where every running sequence decodes, none can be admitted and none has to be preempted.
         """

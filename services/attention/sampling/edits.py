@@ -73,7 +73,7 @@ class _Registered:
         self._flat: tuple[Tensor, Tensor] | None = None
 
     def of(self, asking: Sequence[Numbered]) -> tuple[Tensor, Tensor] | None:
-        """``(at_L, value_L)``, with ``at_L`` counted through the logits of all rows; None without rows."""
+        """Return ``(at_L, value_L)``, with ``at_L`` counted through the logits of all rows; None without rows."""
         if asking != self._asking:
             self._made = {row: self._made.get(row) or self._of_row(row) for _, row in asking}
             self._flat = self._uploaded(asking) if asking else None

@@ -21,12 +21,12 @@ HEADS = (256, 4096, 32_768)
 
 
 def heads(vocab_size: int) -> tuple[int, ...]:
-    """Widths of heads to try, ascending. The last is the vocabulary, which decides every row."""
+    """Return the widths of heads to try, ascending. The last is the vocabulary, which decides every row."""
     return (*(head for head in HEADS if head * 4 <= vocab_size), vocab_size)
 
 
 def width(params: SamplingParams, widths: Sequence[int]) -> int:
-    """The first of ``widths`` that can decide a row; 0 if a row without top_k and top_p needs no head."""
+    """Return the first of ``widths`` that can decide a row; 0 if a row without top_k and top_p needs no head."""
     if params.top_k <= 0 and params.top_p >= 1:
         return 0
     return next((width for width in widths if params.top_k <= width), widths[-1])
@@ -35,7 +35,7 @@ def width(params: SamplingParams, widths: Sequence[int]) -> int:
 def thresholds(
     scaled_SV: Tensor, params: Sequence[SamplingParams], widths: Sequence[int]
 ) -> tuple[Tensor, Tensor | None]:
-    """Lowest logit kept of rows whose largest logit is 0, [S] float32, and which rows are decided; None: all.
+    """Return the lowest logit kept of rows whose largest is 0, [S] float32, and which rows are decided; None: all.
 
     top_k keeps the k largest. top_p keeps the smallest set of the largest among these that holds ``top_p`` of their
     mass. min_p keeps tokens at least ``min_p`` times as likely as the likeliest. Does not wait for the device.
@@ -65,7 +65,7 @@ def _min_p_floor(min_p: float) -> float:
 
 
 def _rank_floor(scaled_SV: Tensor, params: Sequence[SamplingParams], width: int) -> tuple[Tensor, Tensor]:
-    """Thresholds from the ``width`` largest logits, and whether these decide; -inf where they do not."""
+    """Return thresholds from the ``width`` largest logits, and whether these decide; -inf where they do not."""
     vocab_size, device = scaled_SV.shape[1], scaled_SV.device
     whole = width == vocab_size
     head_SK, ids_SK = scaled_SV.sort(dim=-1, descending=True) if whole else scaled_SV.topk(width, dim=-1)

@@ -40,11 +40,11 @@ class Tokens:
     """Which slots of these blocks are inside the range."""
 
     def of_row(self, values_P: Tensor) -> Tensor:
-        """Each block gets the value of its row, ``[N, 1]``."""
+        """Give each block the value of its row, ``[N, 1]``."""
         return values_P.index_select(0, self.row_N)[:, None]
 
     def times(self) -> Tensor:
-        """How often each token counts, ``[N, B]`` int32: once, or not at all outside the range."""
+        """Return how often each token counts, ``[N, B]`` int32: once, or not at all outside the range."""
         times_NB = torch.ones_like(self.token_NB, dtype=torch.int32)
         times_NB[self.edge_F] = self.asked_FB.int()
         return times_NB
@@ -59,7 +59,7 @@ class History:
     blocks_EM: Tensor
 
     def look(self, row_P: NDArray[np.int64], first_P: NDArray[np.int64], end_P: NDArray[np.int64]) -> Tokens:
-        """Tokens of rows ``row_P`` at the positions ``first_P .. end_P``, at least one for each row."""
+        """Return the tokens of rows ``row_P`` at the positions ``first_P .. end_P``, at least one for each row."""
         size, device = self.block_size, self.blocks_EM.device
         column_P = first_P // size
         count_P = -(-end_P // size) - column_P
@@ -84,7 +84,7 @@ class History:
 def _between(
     begin_2P: NDArray[np.int64], first_P: NDArray[np.int64], end_P: NDArray[np.int64], size: int
 ) -> NDArray[np.bool_]:
-    """Which of the ``size`` positions from ``begin_2P`` on lie in ``first_P .. end_P``, ``[2 P, size]``."""
+    """Return which of the ``size`` positions from ``begin_2P`` on lie in ``first_P .. end_P``, ``[2 P, size]``."""
     position_2PB = begin_2P[..., None] + np.arange(size)
     return ((position_2PB >= first_P[:, None]) & (position_2PB < end_P[:, None])).reshape(-1, size)
 
@@ -97,7 +97,7 @@ class Histories:
         self._blocks = _BlockRows(kv.token_ids_S.device)
 
     def of(self, plan: StepPlan) -> History | None:
-        """History of the rows of ``plan`` that look back, in their order; None without such rows."""
+        """Return the history of the rows of ``plan`` that look back, in their order; None without such rows."""
         blocks_EM = self._blocks.of([state.blocks for state in plan.drawing if state.row.looks_back])
         return History(self._token_ids_S, self._block_size, blocks_EM) if len(blocks_EM) else None
 
@@ -115,7 +115,7 @@ class _BlockRows:
         self._blocks_EM = torch.zeros((0, _SLACK), dtype=torch.int64, device=device)
 
     def of(self, lists: Sequence[Sequence[int]]) -> Tensor:
-        """``blocks_EM``. A list is known by its identity. Tensors returned earlier keep their contents."""
+        """Return ``blocks_EM``. A list is known by its identity. Tensors returned earlier keep their contents."""
         if len(lists) != len(self._lists) or any(
             one is not other for one, other in zip(lists, self._lists, strict=True)
         ):

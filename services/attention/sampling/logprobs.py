@@ -40,12 +40,12 @@ class TokenScores:
         return self
 
     def table(self) -> ScoreTable:
-        """Scores of all rows, which must ask for equally many alternatives. Only once they are on the host."""
+        """Return scores of all rows, which must ask for equally many alternatives. Only once they are on the host."""
         likeliest = self._tops[0].sorted() if self._tops else None
         return ScoreTable(self._chosen_R.numpy().astype("<f4"), *(likeliest or _no_alternatives(len(self._chosen_R))))
 
     def read(self) -> list[TokenLogprob]:
-        """Scores row by row, likeliest alternatives first. Only once they are on the host."""
+        """Return the scores row by row, likeliest alternatives first. Only once they are on the host."""
         tops: dict[int, list[tuple[int, float]]] = {}
         for of_width in self._tops:
             tops |= of_width.read()
@@ -68,7 +68,7 @@ class ScoreTable:
         return bool(np.isnan(self.logprobs_R).any())
 
     def message(self, start: int) -> PromptScores:
-        """The scores as a message, for a prompt's tokens from ``start`` on."""
+        """Return the scores as a message, for a prompt's tokens from ``start`` on."""
         return PromptScores(
             start=start,
             width=self.top_ids_RW.shape[1],

@@ -46,7 +46,7 @@ class GumbelNoise:
         self._tokens_V = _as_int32(tokens_V * 0x9E3779B1)
 
     def rows(self, keys: Sequence[int] | NDArray[np.uint64]) -> Tensor:
-        """Noise of every token for each key: [R, V] float32."""
+        """Return the noise of every token for each key: [R, V] float32."""
         device = self._tokens_V.device
         words_R2 = np.array(keys, dtype="<u8").view("<i4").reshape(-1, 2)  # lower half first
         out_RV = torch.empty((len(keys), self._tokens_V.numel()), dtype=torch.float32, device=device)
@@ -59,7 +59,7 @@ class GumbelNoise:
 
 
 def _words(tokens_V: Tensor, low_R1: Tensor, high_R1: Tensor) -> Tensor:
-    """``word(v)`` as int32 bit patterns: products and sums wrap, and only shifts differ between signed and unsigned."""
+    """Return ``word(v)`` as int32 bit patterns: products and sums wrap, only shifts differ from unsigned words."""
     x_RV = torch.bitwise_xor(tokens_V, low_R1)
     shifted_RV = torch.empty_like(x_RV)
     _xor_shift(x_RV, 16, shifted_RV).mul_(0x7FEB352D).add_(high_R1)
@@ -68,7 +68,7 @@ def _words(tokens_V: Tensor, low_R1: Tensor, high_R1: Tensor) -> Tensor:
 
 
 def _xor_shift(x: Tensor, bits: int, scratch: Tensor) -> Tensor:
-    """``x ^= x >> bits`` in place. torch shifts int32 arithmetically; the mask makes the shift logical."""
+    """Compute ``x ^= x >> bits`` in place. torch shifts int32 arithmetically; the mask makes the shift logical."""
     torch.bitwise_right_shift(x, bits, out=scratch)
     return x.bitwise_xor_(scratch.bitwise_and_((1 << 32 - bits) - 1))
 
@@ -80,6 +80,6 @@ def _gumbel(words: Tensor, out: Tensor) -> None:
 
 
 def _as_int32(words: Tensor) -> Tensor:
-    """The lower 32 bits of int64 words, as the int32 with the same bits."""
+    """Return the lower 32 bits of int64 words, as the int32 with the same bits."""
     low = words & 0xFFFFFFFF
     return torch.where(low >= 2**31, low - 2**32, low).to(torch.int32)

@@ -57,7 +57,7 @@ class Penalties:
             self._generated(part_P, self._history.look(part_P, first_E[part_P], self._end_E[part_P]))
 
     def _parts(self, asking_E: NDArray[np.bool_], first_E: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
-        """Rows that ask and have tokens from ``first_E`` on, in parts that are handled at a time."""
+        """Yield the rows that ask and have tokens from ``first_E`` on, in parts that are handled at a time."""
         count_E = self._end_E - first_E
         row_P = np.flatnonzero(asking_E & (count_E > 0))
         max_tokens = MAX_TOKENS if self._flat.is_cuda else MAX_TOKENS_OF_CPU
@@ -88,12 +88,12 @@ class Penalties:
         flat.scatter_(0, at_L, flat.index_select(0, at_L).sub_(less_NB.view(-1)))
 
     def _times(self, rows: int, tokens: Tokens) -> Tensor:
-        """How often each token occurs in its row, float64. Counts of other tokens are not written."""
+        """Return how often each token occurs in its row, float64. Counts of other tokens are not written."""
         at_L = self._places(np.arange(rows) * self._vocab_size, tokens)
         counts = torch.empty(rows * self._vocab_size, dtype=torch.int32, device=at_L.device)
         counts.index_fill_(0, at_L, 0).scatter_add_(0, at_L, tokens.times().view(-1))
         return counts.index_select(0, at_L).view_as(tokens.token_NB).double()
 
     def _places(self, begin_P: NDArray[np.int64], tokens: Tokens) -> Tensor:
-        """Places ``at_L`` of the tokens, where the vocabulary of each row begins at ``begin_P``."""
+        """Return the places ``at_L`` of the tokens, where the vocabulary of each row begins at ``begin_P``."""
         return (tokens.of_row(upload(begin_P, self._flat.device)) + tokens.token_NB).view(-1)

@@ -91,7 +91,7 @@ class Sampler:
         return scaled_SV.add_(self._noise.rows(keys)).argmax(dim=-1), decided_S
 
     def _widths_of(self, row: DrawRow) -> Sequence[int]:
-        """Widths of heads to try for ``row``. With a top_k the first one that holds it decides."""
+        """Return the widths of heads to try for ``row``. With a top_k the first one that holds it decides."""
         return self._every_width if row.params.top_k > 0 else self._widths[row.narrow_heads :]
 
 
@@ -113,7 +113,7 @@ class Drawn:
         return self if self.open is None else self.open.redrawn(self)
 
     def outcomes(self) -> list[Outcome]:
-        """One outcome per row. A row whose largest logit is not finite fails with InternalError, by itself."""
+        """Return one outcome per row. A row whose largest logit is not finite fails with InternalError, by itself."""
         tokens = self.host_R.tolist()
         outcomes = [Outcome(token_id=token) if token >= 0 else Outcome(error=broken_logits()) for token in tokens]
         if self.scores is not None:
@@ -145,7 +145,7 @@ class _Open:
 
 
 def broken_logits() -> RequestError:
-    """Error of a sequence whose hidden states or logits are not finite."""
+    """Return the error of a sequence whose hidden states or logits are not finite."""
     return InternalError(
         "The model produced numbers that are not finite for this request.",
         hint="If it repeats, serve the checkpoint with --dtype float32 or bfloat16 and check its files.",
@@ -153,12 +153,12 @@ def broken_logits() -> RequestError:
 
 
 def _pick(values: Tensor, rows: Sequence[int]) -> Tensor:
-    """The rows ``rows`` of ``values``; the tensor itself if these are all."""
+    """Return the rows ``rows`` of ``values``; the tensor itself if these are all."""
     return values if len(rows) == values.shape[0] else values[upload(np.array(rows), values.device)]
 
 
 def _put(values_R: Tensor, rows: Sequence[int], chosen_S: Tensor) -> Tensor:
-    """``values_R`` with ``chosen_S`` at ``rows``."""
+    """Return ``values_R`` with ``chosen_S`` at ``rows``."""
     if len(rows) == len(values_R):
         return chosen_S
     return values_R.index_copy(0, upload(np.array(rows), values_R.device), chosen_S)

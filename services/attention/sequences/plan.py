@@ -45,7 +45,7 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, state: SequenceState, budget: int) -> Piece:
-        """The next tokens of ``state`` to compute, at most ``budget``."""
+        """Return the next tokens of ``state`` to compute, at most ``budget``."""
         start = state.computed
         length = min(len(state.token_ids) - start, budget)
         scored = range(0)
@@ -77,7 +77,7 @@ class StepPlan:
         return len(self.decodes) + sum(piece.length for piece in self.prompts)
 
     def one_by_one(self) -> Iterator[StepPlan]:
-        """A plan for each sequence by itself, in order."""
+        """Yield a plan for each sequence by itself, in order."""
         yield from (StepPlan(decodes=(state,)) for state in self.decodes)
         yield from (StepPlan(prompts=(piece,)) for piece in self.prompts)
 

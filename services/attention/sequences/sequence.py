@@ -24,7 +24,7 @@ _STEP, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB13311
 
 
 def mix64(z: int) -> int:
-    """One step of SplitMix64: a bijection of 64-bit words without visible structure."""
+    """Return one step of SplitMix64: a bijection of 64-bit words without visible structure."""
     z = (z + _STEP) & _MASK64
     z = ((z ^ z >> 30) * _FIRST) & _MASK64
     z = ((z ^ z >> 27) * _SECOND) & _MASK64
@@ -32,12 +32,12 @@ def mix64(z: int) -> int:
 
 
 def sequence_key(seed: int, choice: int) -> int:
-    """Common part of the keys of a sequence's draws. Takes any integers, modulo 2^64."""
+    """Return the common part of the keys of a sequence's draws. Takes any integers, modulo 2^64."""
     return mix64(mix64(seed & _MASK64) ^ choice & _MASK64)
 
 
 def draw_keys(sequence_keys: Sequence[int], positions: Sequence[int]) -> NDArray[np.uint64]:
-    """Key of a draw for each sequence at its position: ``mix64(sequence_key ^ position)``."""
+    """Return the key of a draw for each sequence at its position: ``mix64(sequence_key ^ position)``."""
     z = np.array(sequence_keys, dtype=np.uint64) ^ np.array(positions, dtype=np.uint64)
     z += np.uint64(_STEP)  # wraps, as unsigned arrays do
     z = (z ^ z >> np.uint64(30)) * np.uint64(_FIRST)
@@ -77,7 +77,7 @@ class DrawRow:
         self.may_edit = self.looks_back or bool(params.logit_bias) or (params.min_tokens > 0 and bool(self.stop_ids))
 
     def generated(self, ahead: int) -> int:
-        """How many tokens are generated when ``ahead`` more are known than ``token_ids`` has."""
+        """Return how many tokens are generated when ``ahead`` more are known than ``token_ids`` has."""
         return len(self.token_ids) + ahead - self.prompt_len
 
     def bans_stop(self, ahead: int) -> bool:
@@ -121,11 +121,11 @@ class SequenceState:
         return len(self.token_ids) < self.limit
 
     def running_key(self) -> tuple[int, int]:
-        """Sort key of the batch. The last sequence in this order is preempted first."""
+        """Return the sort key of the batch. The last sequence in this order is preempted first."""
         return self.request.priority, self.admission
 
     def extend_chain(self, block_size: int, blocks: int, scope: PrefixScope) -> list[bytes]:
-        """Names of the first ``blocks`` full blocks. Only new ones are hashed."""
+        """Return the names of the first ``blocks`` full blocks. Only new ones are hashed."""
         chain, request = self.chain, self.request
         new = self.token_ids[len(chain) * block_size : blocks * block_size]
         if new:
@@ -192,7 +192,7 @@ class SequenceState:
 
 
 def open_sequence(request: GenerateRequest, arrival: int, eos_token_ids: Iterable[int]) -> SequenceState:
-    """The state of ``request`` before its first step."""
+    """Return the state of ``request`` before its first step."""
     params = request.sampling
     stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(eos_token_ids))
     token_ids = list(request.token_ids)
@@ -211,7 +211,7 @@ def open_sequence(request: GenerateRequest, arrival: int, eos_token_ids: Iterabl
 
 
 def refusal(request: GenerateRequest, *, max_model_len: int, kv_tokens: int, vocab_size: int) -> RequestError | None:
-    """Why ``request`` can never run on this worker, or None."""
+    """Return why ``request`` can never run on this worker, or None."""
     if not 0 < request.prompt_len <= len(request.token_ids):
         return InvalidRequest(NO_PROMPT, hint="Send at least one token.", param="prompt")
     if not _all_ids(request.token_ids, vocab_size) or not _all_ids(list(request.sampling.logit_bias), vocab_size):

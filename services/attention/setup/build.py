@@ -125,7 +125,7 @@ def load_model(served: ServedModel, progress: Progress) -> DenseModel:
 
 
 def engine_options(settings: Settings, room: Capacity, *, lookahead: Lookahead) -> EngineOptions:
-    """Options of an engine with ``room``, as ``settings`` ask for them."""
+    """Return the options of an engine with ``room``, as ``settings`` ask for them."""
     return EngineOptions(
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,

@@ -21,7 +21,7 @@ class Capacity:
 
 
 def capacity(*, kv_blocks: int, block_size: int, asked: int | None, max_position: int) -> Capacity:
-    """Capacity of ``kv_blocks`` for a model of ``max_position`` positions; ``asked`` is --max-model-len.
+    """Return the capacity of ``kv_blocks`` for a model of ``max_position`` positions; ``asked`` is --max-model-len.
 
     Raises:
         ConfigError: ``asked`` is more than the model or the KV blocks allow.
@@ -47,7 +47,7 @@ def capacity(*, kv_blocks: int, block_size: int, asked: int | None, max_position
 
 
 def credit(*, kv_tokens: int, max_num_seqs: int) -> tuple[int, int]:
-    """Tokens and requests that a worker may be assigned at a time.
+    """Return how many tokens and requests a worker may be assigned at a time.
 
     The tokens exceed those that the KV blocks hold, since most requests end before ``max_tokens``. The requests exceed
     the batch by a few, so that a free place in it is filled without a round trip to the scheduler.

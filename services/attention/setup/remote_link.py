@@ -43,7 +43,7 @@ def remote_link(
     *,
     colocated: bool = False,
 ) -> TcpLink | SharedMemoryLink:
-    """A link that has no seats yet: they come with the first routing table.
+    """Return a link that has no seats yet: they come with the first routing table.
 
     Args:
         worker: this attention worker's incarnation.
@@ -81,7 +81,7 @@ def remote_link(
 
 
 def _layout(settings: Settings, spec: ModelSpec, dtype: torch.dtype, memory: PeerMemory, max_rows: int) -> Layout:
-    """The layout of shared memory. Between CPUs answers come unsummed: float32 gives the same tokens as TCP."""
+    """Return the layout of shared memory. Between CPUs answers come unsummed: float32 gives the same tokens as TCP."""
     return Layout(
         rows=min(max(settings.max_num_seqs, settings.max_num_batched_tokens), max_rows),
         hidden=spec.hidden_size,

@@ -137,7 +137,7 @@ class StepGraphs(Generic[HandleT]):
         log.info("%d graphs captured for %d sizes of steps", self.captures, len(self._buckets))
 
     def suit(self, inputs: StepInputs) -> bool:
-        """Whether a graph is the right way for ``inputs``, if the link allows one."""
+        """Return whether a graph is the right way for ``inputs``, if the link allows one."""
         if len(inputs.token_ids_T) > self._buckets[-1]:
             return False
         pieces = [(rows.kv_len - rows.length, rows.kv_len) for rows in inputs.sequences]
@@ -196,7 +196,7 @@ class StepGraphs(Generic[HandleT]):
 
 
 def _positions_read(start: int, end: int, window: int | None) -> int:
-    """How many positions the rows at ``start .. end`` of a sequence read in a layer with that window.
+    """Return how many positions the rows at ``start .. end`` of a sequence read in a layer with that window.
 
     >>> _positions_read(0, 4, None), _positions_read(0, 4, 2), _positions_read(5, 7, 2)
     (10, 7, 4)

@@ -186,11 +186,11 @@ class Engine(Generic[HandleT]):
         self._batch.cancel(request_id, attempt)
 
     def held(self) -> dict[str, int]:
-        """Attempt of every request that has not ended."""
+        """Return the attempt of every request that has not ended."""
         return self._batch.held()
 
     def in_step(self) -> dict[str, int]:
-        """Attempt of every request that steps compute now, without those that wait."""
+        """Return the attempt of every request that steps compute now, without those that wait."""
         return self._batch.in_step()
 
     @torch.inference_mode()

@@ -32,7 +32,7 @@ class FixedInputs:
         self.clear(0, rows)
 
     def of(self, rows: int) -> StepInputs:
-        """The first ``rows`` rows, as views."""
+        """Return the first ``rows`` rows, as views."""
         return StepInputs(
             token_ids_T=self._token_ids_T[:rows],
             positions_T=self._positions_T[:rows],
@@ -58,7 +58,7 @@ class FixedInputs:
             self.clear(count, rows)
 
     def _block_rows(self, inputs: StepInputs) -> Tensor:
-        """The blocks of each row, as many as any row needs; on the host where all rows are decodes."""
+        """Return the blocks of each row, as many as any row needs; on the host where all rows are decodes."""
         decodes, pieces = inputs.decodes, inputs.sequences
         lengths = [rows.kv_len for rows in pieces]
         if decodes is not None:
@@ -85,7 +85,7 @@ class FixedInputs:
 
 
 def row_buckets(max_rows: int) -> list[int]:
-    """Numbers of rows that graphs are made for: doubling up to 16, then growing by a quarter to a half.
+    """Return the numbers of rows that graphs are made for: doubling up to 16, then growing by a quarter to a half.
 
     >>> row_buckets(40)
     [1, 2, 4, 8, 16, 24, 32, 40]

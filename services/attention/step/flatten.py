@@ -35,7 +35,7 @@ class Flattener:
         self._position_B = _array(())
 
     def of(self, plan: StepPlan, after_B: Tensor | None = None) -> StepInputs:
-        """The rows of ``plan``. Logits are wanted of the last rows of sequences that draw, then of rows that score.
+        """Return rows of ``plan``. Logits are wanted of the last rows of sequences that draw, then of rows that score.
 
         Args:
             after_B: tokens on the device that ``plan.decodes`` do not know yet: ``plan`` follows the step that draws
@@ -76,7 +76,7 @@ class Flattener:
         )
 
     def _first_rows(self, count: int) -> Tensor:
-        """The row numbers ``0 .. count``, from a tensor that is kept."""
+        """Return the row numbers ``0 .. count``, from a tensor that is kept."""
         if count > len(self._every_row):
             self._every_row = torch.arange(2 * count, dtype=torch.int64, device=self._device)
         return self._every_row[:count]
@@ -121,7 +121,7 @@ class BlockTable:
         self._blocks_BM: NDArray[np.int64] = np.zeros((0, _SLACK), dtype=np.int64)
 
     def rows(self, states: Sequence[SequenceState], position_B: NDArray[np.int64]) -> NDArray[np.int64]:
-        """``blocks_BM`` of ``states``, each filled up with repeats of its last block; valid until the next call.
+        """Return ``blocks_BM`` of ``states``, each filled up with repeats of its last block; valid until the next call.
 
         Args:
             position_B: position of the token that each computes now. A sequence that was in the step before has taken

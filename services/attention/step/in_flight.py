@@ -72,7 +72,7 @@ class InFlightStep:
         return self.last_hidden is not None and self.last_hidden.redrawn
 
     def outcomes(self, model: DenseModel) -> list[Outcome]:
-        """One outcome per sequence of the plan. Waits for the device. Raises the error that was kept, if any."""
+        """Return one outcome per sequence of the plan. Waits for the device. Raises the error that was kept, if any."""
         if self.error is not None:
             raise self.error
         assert self.last_hidden is not None
@@ -81,7 +81,7 @@ class InFlightStep:
         return self.last_hidden.outcomes(model)
 
     def tokens_for(self, plan: StepPlan) -> Tensor:
-        """Tokens on the device that this step, whose prompts all draw, draws for the decodes of ``plan``."""
+        """Return the tokens on the device that this step, whose prompts all draw, draws for the decodes of ``plan``."""
         assert self.last_hidden is not None
         assert self.last_hidden.drawn is not None
         tokens_B = self.last_hidden.drawn.tokens_R
@@ -123,7 +123,7 @@ class LastHidden:
         return cls(plan=plan, inputs=inputs, drawn=drawn, scored_RD=x_RD[len(rows) :], finite_T=finite_T)
 
     def outcomes(self, model: DenseModel) -> list[Outcome]:
-        """One outcome per sequence of the plan. Only once the device has computed the step."""
+        """Return one outcome per sequence of the plan. Only once the device has computed the step."""
         outcomes: list[Outcome] = []
         if self.drawn is not None:
             drawn = self.drawn.redrawn()
@@ -137,7 +137,7 @@ class LastHidden:
         return [o if fine else _broken() for o, fine in zip(outcomes, healthy, strict=True)]
 
     def _with_prompts(self, drawn: Sequence[Outcome], model: DenseModel) -> list[Outcome]:
-        """One outcome per sequence, made of ``drawn``, one per draw, and of the rows that score prompts."""
+        """Return one outcome per sequence, made of ``drawn``, one per draw, and of the rows that score prompts."""
         decodes = len(self.plan.decodes)
         draws, scores = iter(drawn[decodes:]), _scores(self.scored_RD, self.plan.prompts, model)
         outcomes = list(drawn[:decodes])
@@ -148,7 +148,7 @@ class LastHidden:
 
 
 def _scores(x_RD: Tensor, pieces: Sequence[Piece], model: DenseModel) -> Iterator[ScoreTable | None]:
-    """Log-probabilities of the prompt tokens that each of ``pieces`` scores. Waits for the device."""
+    """Yield the log-probabilities of the prompt tokens that each of ``pieces`` scores. Waits for the device."""
     for width, alike in groupby(pieces, key=lambda piece: piece.state.request.sampling.prompt_logprobs or 0):
         group = list(alike)
         tokens = [piece.state.token_ids[position] for piece in group for position in piece.scored]
@@ -170,7 +170,7 @@ def _score(x_RD: Tensor, tokens: Sequence[int], width: int, model: DenseModel) -
 
 
 def _healthy(finite_T: Tensor, inputs: StepInputs) -> list[bool]:
-    """Whether all rows of each sequence are finite."""
+    """Return whether all rows of each sequence are finite."""
     decodes = len(inputs.decodes or ())
     prompts = [bool(finite_T[rows.start : rows.start + rows.length].all()) for rows in inputs.sequences]
     healthy: list[bool] = finite_T[:decodes].tolist()

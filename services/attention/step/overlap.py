@@ -54,7 +54,7 @@ class _Rows:
         return median(time.seconds for time in self.times[split])
 
     def may_pay(self) -> bool:
-        """Whether a split could save enough: at best it hides all the waiting."""
+        """Return whether a split could save enough: at best it hides all the waiting."""
         waited = median(time.waited_s for time in self.times[False])
         return waited > MIN_GAIN * self.median(split=False)
 
@@ -85,7 +85,7 @@ class OverlapPolicy:
         return self._mode == "on"
 
     def cut(self, sequences: Sequence[tuple[int, int]]) -> int | None:
-        """How many of ``sequences``, ``(rows, kv_len)`` each, make the first micro-batch; None: do not split."""
+        """Return how many of ``sequences``, ``(rows, kv_len)`` each, make the first micro-batch; None: do not split."""
         if self._mode == "off" or len(sequences) < 2:
             return None
         if self._mode == "auto" and not self._rows_of(sequences).now:
@@ -111,7 +111,7 @@ class OverlapPolicy:
             rows.left = FIRST_RETRY
 
     def _rows_of(self, sequences: Sequence[tuple[int, int]]) -> _Rows:
-        """The record of steps with as many rows, within a power of two: dense work and exchange grow alike there."""
+        """Return the record of steps with as many rows, within a power of two: dense work and exchange grow alike."""
         return self._by_rows.setdefault(sum(rows for rows, _ in sequences).bit_length(), _Rows())
 
 
@@ -125,7 +125,7 @@ def _judge(rows: _Rows) -> None:
 
 
 def balanced_cut(costs: Sequence[float]) -> int:
-    """How many of the first ``costs`` to take so that both parts' sums differ least; at least one, and not all.
+    """Return how many of the first ``costs`` to take so that both parts' sums differ least; at least one, and not all.
 
     >>> balanced_cut([1, 1, 1, 5, 2])
     3

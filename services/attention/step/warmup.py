@@ -16,7 +16,7 @@ NEVER_MS = 1 << 52
 
 
 def dummy_batches(limits: BatchLimits, kv_tokens: int) -> Iterator[list[GenerateRequest]]:
-    """Batches of requests: the longest prompt of a step, then all sizes, greedily and with every kind of sampling.
+    """Yield batches of requests: a step's longest prompt, then all sizes, greedily and with every kind of sampling.
 
     >>> bounds = BatchLimits(
     ...     max_num_seqs=3, max_num_batched_tokens=64, max_model_len=32, vocab_size=100, eos_token_ids=()
@@ -39,7 +39,7 @@ def dummy_batches(limits: BatchLimits, kv_tokens: int) -> Iterator[list[Generate
 
 
 def _sizes(max_size: int) -> list[int]:
-    """Powers of two up to ``max_size``, and ``max_size``."""
+    """Return the powers of two up to ``max_size``, and ``max_size``."""
     return sorted({min(1 << power, max_size) for power in range(max_size.bit_length() + 1)})
 
 
@@ -48,7 +48,7 @@ def _plain(drawn: int) -> SamplingParams:
 
 
 def _kinds(drawn: int) -> list[SamplingParams]:
-    """Kinds of sampling that take kernels of their own."""
+    """Return the kinds of sampling that take kernels of their own."""
     common: dict[str, Any] = {"max_tokens": drawn, "ignore_eos": True}
     return [
         SamplingParams(**common, logprobs=2, prompt_logprobs=1),
@@ -60,7 +60,7 @@ def _kinds(drawn: int) -> list[SamplingParams]:
 
 
 def _request(limits: BatchLimits, number: int, length: int, sampling: SamplingParams) -> GenerateRequest:
-    """A request whose tokens come from all over the vocabulary, so that no expert is favoured."""
+    """Return a request whose tokens come from all over the vocabulary, so that no expert is favoured."""
     tokens = [(7919 * number + 104_729 * at) % limits.vocab_size for at in range(length)]
     return GenerateRequest(
         id=f"warm-up-{number}", attempt=1, token_ids=tokens, prompt_len=length, sampling=sampling,

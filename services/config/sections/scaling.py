@@ -81,7 +81,7 @@ class ScalingSettings(BaseModel):
     )
 
     def shard_bounds(self) -> dict[int, tuple[int, int]]:
-        """Shard group -> its minimum and maximum of replicas, where it has its own."""
+        """Returns shard group -> its minimum and maximum of replicas, where it has its own."""
         parts = (part.partition("=") for part in self.shard_replicas.split(",") if part)
         pairs = ((shard, bounds.partition(":")) for shard, _, bounds in parts)
         return {int(shard): (int(low), int(high)) for shard, (low, _, high) in pairs}

@@ -33,7 +33,7 @@ class Mode:
 def choose_mode(
     shapes: Shapes, link: Link, gpus: Gpus, batch: Batch, together: Callable[[int], Link] | None = None
 ) -> Mode:
-    """The fastest of the three by the equations of :mod:`layer_times`; co-located where disaggregated is no faster.
+    """Return the fastest of the three by the equations of :mod:`layer_times`; co-located if disaggregated is no faster.
 
     ``together``: the link among so many co-located GPUs, a divisor of their count; ``link`` by default.
 
@@ -66,7 +66,7 @@ def choose_mode(
 
 
 def _reason(model: LayerTimes, choice: Choice, colocated: float, best: float, attention: int, degree: int) -> str:
-    """One sentence that says why."""
+    """Return one sentence that says why."""
     count = model.gpus.count
     if choice != "colocated" and colocated < INF:
         ways = "in ping-pong" if choice == "pingpong" else "even without ping-pong"

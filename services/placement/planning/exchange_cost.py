@@ -76,7 +76,7 @@ class Cost:
 
 
 def exchange_cost(way: Literal["flat", "hierarchical"], nodes: Nodes, rows: Rows) -> Cost:
-    """The cost by the equations of the module's docstring.
+    """Return the cost by the equations of the module's docstring.
 
     Raises:
         ConfigError: a figure cannot be.
@@ -112,13 +112,13 @@ def exchange_cost(way: Literal["flat", "hierarchical"], nodes: Nodes, rows: Rows
 
 
 def _hit(rows: Rows, parts: int) -> float:
-    """Chance that a row chooses an expert of one of ``parts`` equal parts."""
+    """Return the chance that a row chooses an expert of one of ``parts`` equal parts."""
     others = rows.experts - max(rows.experts // parts, 1)
     return 1 - comb(others, rows.top_k) / comb(rows.experts, rows.top_k)
 
 
 def _inside(nodes: Nodes, rows: Rows) -> float:
-    """Rows of one rank that go to other ranks of its node."""
+    """Return how many rows of one rank go to other ranks of its node."""
     return rows.tokens * _hit(rows, nodes.count * nodes.ranks) * (nodes.ranks - 1)
 
 

@@ -23,7 +23,7 @@ class ParallelPlan:
 
 
 def parallel_plan(P: int, D: int, E_total: int, E_block: int) -> ParallelPlan:
-    """The plan for ``P`` in-flight batches on ``D`` devices, ``E_total`` experts a layer in blocks of ``E_block``.
+    """Return a plan for ``P`` in-flight batches on ``D`` devices, ``E_total`` experts a layer in blocks of ``E_block``.
 
     - data parallelism   <=>  P > 1 and D > 1 (3.1)
     - expert parallelism <=>  E_total > E_block and D > 1 (3.2)

@@ -135,8 +135,8 @@ class LayerTimes:
         return dense + moving + calls + UNHIDDEN * (self._launches() + waiting)
 
     def disaggregated(self, attention: int) -> tuple[float, float]:
-        """Attention on ``attention`` GPUs and experts on the rest: with one batch, and with two micro-batches in
-        ping-pong."""
+        """Return the times with attention on ``attention`` GPUs and experts on the rest: with one batch, and with two
+        micro-batches in ping-pong."""
         experts = self.gpus.count - attention
         memory = self.gpus.memory / self.shapes.layers
         if self._expert_bytes() / experts > memory or self._dense_bytes() > memory:
@@ -144,7 +144,7 @@ class LayerTimes:
         return self._one_batch(attention, experts), self._pingpong(attention, experts)
 
     def exchange(self, attention: int) -> float:
-        """Moving one batch's rows to disaggregated experts and back."""
+        """Return the time that one batch's rows take to disaggregated experts and back."""
         return 2 * self._one_way(self.batch.tokens, attention, self.gpus.count - attention)
 
     def _one_batch(self, attention: int, experts: int) -> float:

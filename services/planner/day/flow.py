@@ -40,7 +40,7 @@ class Flow:
 
 
 def flow(times: ServiceTimes, attention: int, seats: Sequence[int], demand: Demand, guess_s: float) -> Flow | None:
-    """The flow. None: there is no attention worker, or a group without a seat. ``guess_s``: the step's last time."""
+    """Return the flow. None: no attention worker, or a group without a seat. ``guess_s``: the step's last time."""
     if attention < 1 or min(seats) < 1:
         return None
     rows = max(1.0, demand.batch / attention)
@@ -74,14 +74,14 @@ def flow(times: ServiceTimes, attention: int, seats: Sequence[int], demand: Dema
 
 
 def _answer(alone_s: float, there: float, callers: float, prompts: float) -> float:
-    """Seconds until the answer to a call that takes ``alone_s`` without others: ``there`` calls are at the seat."""
+    """Return the seconds to the answer to a call that takes ``alone_s`` alone: ``there`` calls are at the seat."""
     met = there * max(0.0, 1 - 1 / callers) if callers > 0 else 0.0
     return alone_s * (1 + met) / (1 - min(MAX_PREFILL, prompts))
 
 
 def _stalls(answers: Sequence[float], step_s: float) -> tuple[float, ...]:
-    """Share of the step that is spent waiting for each group. Groups that are waited for at the same time share it, as
-    in :class:`services.fabric.wait_times.Stalls`."""
+    """Return the share of the step that is spent waiting for each group. Groups that are waited for at the same time
+    share it, as in :class:`services.fabric.wait_times.Stalls`."""
     stalls, before, share = [0.0] * len(answers), 0.0, 0.0
     order = sorted(range(len(answers)), key=lambda group: answers[group])
     for passed, group in enumerate(order):

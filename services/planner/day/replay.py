@@ -46,7 +46,7 @@ class Plant:
         )
 
     def mix(self, minute: Minute) -> list[float]:
-        """Share of the rows by shard."""
+        """Return the share of the rows by shard."""
         topics = minute.topics or (1.0,)
         rows = [share * minute.requests_per_s for share in topics] if minute.requests_per_s else list(topics)
         total = sum(rows) or 1.0
@@ -88,7 +88,8 @@ def replay(
     seed: int = 0,
     progress: Callable[[int], None] = lambda _: None,
 ) -> Outcome:
-    """``start``: replicas at the beginning, or all day where ``way`` is fixed. ``scale``: factor on the requests."""
+    """Replay ``trace``. ``start``: replicas at the beginning, or all day where ``way`` is fixed. ``scale``: factor on
+    the requests."""
     server = Server(times=plant.times, targets=plant.targets, places=plant.places)
     fleets = {target: Fleet(start_s=plant.start_s, drain_s=plant.drain_s, ready=many) for target, many in start.items()}
     state = State.starting(0.0, start)
@@ -140,7 +141,7 @@ def _account(
 
 
 def _ticks(trace: Trace, server: Server) -> Iterator[tuple[float, Minute]]:
-    """Ticks with their minute of the trace, and idle ones until the last requests have ended."""
+    """Yield ticks with their minute of the trace, and idle ones until the last requests have ended."""
     each, first = int(60 / TICK_S), trace.minutes[0].number
     for minute in trace.minutes:
         for tick in range(each):
@@ -153,7 +154,7 @@ def _ticks(trace: Trace, server: Server) -> Iterator[tuple[float, Minute]]:
 
 
 def _came(mean: float, chance: random.Random) -> float:
-    """A draw from Poisson's distribution, or from the normal one where the mean is large."""
+    """Draw from Poisson's distribution, or from the normal one where the mean is large."""
     if mean > 30:
         return max(0.0, chance.gauss(mean, math.sqrt(mean)))
     if mean <= 0:

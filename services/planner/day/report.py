@@ -22,7 +22,7 @@ def show(console: Console, trace: Trace, plant: Plant, found: Comparison, *, gpu
 
 
 def _replicas(trace: Trace, plant: Plant, outcome: Outcome) -> Table:
-    """The maximum of each hour."""
+    """Return the maximum of each hour."""
     table = Table(title="Attention workers and seats of each shard group, maximum of each hour", title_justify="left")
     table.add_column("minute", justify="right")
     table.add_column("requests/s", justify="right")
@@ -55,7 +55,7 @@ def _ways(plant: Plant, found: Comparison, gpu_hour_cost: float) -> Table:
 
 
 def _peak(plant: Plant, outcome: Outcome) -> str:
-    """Replicas at the peak: of attention, and of the least and of the most scaled shard group."""
+    """Return the replicas at the peak: of attention, and of the least and of the most scaled shard group."""
     shards = [outcome.peak[target] for target in plant.shards]
     low, high = min(shards), max(shards)
     return f"{outcome.peak[ATTENTION]} + {len(shards)} x {low}" + (f"-{high}" if high > low else "")
@@ -89,7 +89,7 @@ def _saved(mine: Outcome, other: Outcome) -> str:
 
 
 def figures(trace: Trace, plant: Plant, found: Comparison) -> dict[str, Any]:
-    """All figures as JSON, for plots and comparisons."""
+    """Return all figures as JSON, for plots and comparisons."""
     return {
         "source": plant.times.source,
         "requests_per_s": [minute.requests_per_s for minute in trace.minutes],

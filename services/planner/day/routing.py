@@ -20,12 +20,12 @@ class _Routing(msgspec.Struct):
 
 
 def even_shares(topics: int, shards: int) -> list[list[float]]:
-    """Equal shares of the rows, where nothing is known."""
+    """Return equal shares of the rows, where nothing is known."""
     return [[1 / shards] * shards for _ in range(max(1, topics))]
 
 
 def read_shares(path: Path, topics: Sequence[str], shards: int) -> list[list[float]]:
-    """Topic -> shard -> share of the rows, mean over layers.
+    """Return topic -> shard -> share of the rows, mean over layers.
 
     Raises:
         ConfigError: the file has another form, a topic is not in it, or the shards do not divide the experts.

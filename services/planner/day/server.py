@@ -127,7 +127,7 @@ class Server:
                 self._admit(attention * self.places - self.running, capacity)
 
     def signals(self, at: float, passed_s: float, replicas: Mapping[Target, int], *, whole: bool) -> Signals:
-        """The signals that a leader would have. ``whole``: replicas are engines, each with attention and all shards."""
+        """Return the signals of a leader. ``whole``: replicas are engines, each with attention and all shards."""
         now, attention = self._flow, replicas[Target("attention")]
         ended, self._ended = self.tally.ended - self._ended, self.tally.ended
         asked = self._line.asked(self.running, self.queued, ended, passed_s) / self.places

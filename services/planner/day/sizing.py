@@ -15,12 +15,12 @@ MANY = 1 << 30
 
 
 def peak_of(trace: Trace) -> Minute:
-    """The minute with the most tokens."""
+    """Return the minute with the most tokens."""
     return max(trace.minutes, key=lambda minute: minute.requests_per_s * (minute.prompt_tokens + minute.output_tokens))
 
 
 def sized(plant: Plant, options: ScalingOptions, minute: Minute, scale: float) -> dict[Target, int]:
-    """Replicas that suffice for a load like ``minute``, times ``scale``, for any time."""
+    """Return the replicas that suffice for a load like ``minute``, times ``scale``, for any time."""
     awake = replace(options, sleep_after_s=0.0, down_after_s=0.0)
     wanted = dict.fromkeys((ATTENTION, *plant.shards), 1)
     for _ in range(ROUNDS):

@@ -33,7 +33,7 @@ class ServiceTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 def read_times(path: Path | None) -> ServiceTimes:
-    """The times in a file, or the defaults.
+    """Return the times in a file, or the defaults.
 
     Raises:
         ConfigError: there is no such file, or it has other keys or values than :class:`ServiceTimes`.

@@ -35,7 +35,7 @@ class Trace:
 
 
 def read_trace(path: Path) -> Trace:
-    """The trace in a file.
+    """Return the trace in a file.
 
     Raises:
         ConfigError: there is no such file, or a column or a value in it is not as it must be; names the line.
