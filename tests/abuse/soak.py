@@ -199,6 +199,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         rate=options.rate,
         long_tokens=long_tokens,
         keep_s=KEEP_S,
+        seats=max(attack.shape.seats for attack in ATTACKS),  # what one tenant holds without end must leave some
         gateway=((stall, 5),) if stall else (),
     )
     with on_stage(shape) as stage:
