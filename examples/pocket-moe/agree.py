@@ -26,10 +26,10 @@ def main(arguments: list[str]) -> int:
 
 def _agree(args: argparse.Namespace) -> int:
     # vLLM reads its environment when it is imported.
-    from pocket_moe import export
-    from pocket_moe.measure_agreement import AgreementSettings, agreement
-    from pocket_moe.memory import told_when_full
+    from pocket_moe.measure.agreement import AgreementSettings, agreement
+    from pocket_moe.model import export
     from pocket_moe.records import save_json
+    from pocket_moe.train.memory import told_when_full
 
     length = args.length or export.read_config(args.model).max_position_embeddings
     settings = AgreementSettings(model=args.model, work=args.work, tokens=args.tokens, length=length)

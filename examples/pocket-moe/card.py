@@ -15,15 +15,15 @@ import argparse
 import sys
 from pathlib import Path
 
-from pocket_moe.card_collect import collect
-from pocket_moe.card_facts import Facts, load_facts
-from pocket_moe.card_text import card
-from pocket_moe.card_training import unexplained
-from pocket_moe.card_weights import weights_readmes
+from pocket_moe.card.collect import collect
+from pocket_moe.card.facts import Facts, load_facts
+from pocket_moe.card.plots_heat import heat_map
+from pocket_moe.card.plots_lines import loss_curves, peaks
+from pocket_moe.card.text import card
+from pocket_moe.card.training import unexplained
+from pocket_moe.card.weights import weights_readmes
 from pocket_moe.command import WORK, parser, reported
-from pocket_moe.plots_heat import heat_map
-from pocket_moe.plots_lines import loss_curves, peaks
-from pocket_moe.sources import load_sources
+from pocket_moe.readers.sources import load_sources
 
 HERE = Path(__file__).resolve().parent
 

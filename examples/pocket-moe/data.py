@@ -18,12 +18,12 @@ import time
 from pathlib import Path
 
 from pocket_moe.command import WORK, reported
+from pocket_moe.corpus.gather import SPLITS, Gatherer, domains, read_documents
+from pocket_moe.corpus.packages import Packages
+from pocket_moe.corpus.shards import write_shards
+from pocket_moe.corpus.tokenizer import END_OF_TEXT, VOCAB_SIZE, balanced, train_tokenizer, write_tokenizer
 from pocket_moe.errors import PocketError
-from pocket_moe.gather import SPLITS, Gatherer, domains, read_documents
-from pocket_moe.packages import Packages
-from pocket_moe.shards import write_shards
-from pocket_moe.sources import Source, load_sources
-from pocket_moe.tokenizer import END_OF_TEXT, VOCAB_SIZE, balanced, train_tokenizer, write_tokenizer
+from pocket_moe.readers.sources import Source, load_sources
 
 HERE = Path(__file__).resolve().parent
 

@@ -12,13 +12,13 @@ import argparse
 import sys
 from pathlib import Path
 
-from pocket_moe import export
 from pocket_moe.command import DOES_NOT_HOLD, measuring_parser, reported
-from pocket_moe.device import open_device
-from pocket_moe.measure import MeasureSettings, csv_rows, failures, perplexities, table
-from pocket_moe.measure_inputs import open_shards
-from pocket_moe.memory import told_when_full
+from pocket_moe.measure.inputs import open_shards
+from pocket_moe.measure.measure import MeasureSettings, csv_rows, failures, perplexities, table
+from pocket_moe.model import export
 from pocket_moe.records import save_csv, save_json
+from pocket_moe.train.device import open_device
+from pocket_moe.train.memory import told_when_full
 
 
 def main(arguments: list[str]) -> int:

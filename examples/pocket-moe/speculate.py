@@ -18,21 +18,21 @@ from typing import Any
 
 import torch
 
-from pocket_moe import export
-from pocket_moe.boost import BoostSettings, boost
-from pocket_moe.boost_rows import LabelledRows, Written, continuations, label, pack_documents
 from pocket_moe.command import EXAMPLE, measuring_parser, reported
 from pocket_moe.config import POCKET, PocketConfig
-from pocket_moe.dense import speculator
-from pocket_moe.device import open_device
-from pocket_moe.drafts_measure import AcceptanceSettings, acceptance
+from pocket_moe.corpus.shards import Shards
 from pocket_moe.errors import PocketError
-from pocket_moe.fingerprint import fingerprint, speculator_folders
-from pocket_moe.measure_inputs import drawn_documents, open_shards
-from pocket_moe.memory import told_when_full
-from pocket_moe.model import Options, PocketMoe
+from pocket_moe.measure.inputs import drawn_documents, open_shards
+from pocket_moe.model import export
+from pocket_moe.model.dense import speculator
+from pocket_moe.model.fingerprint import fingerprint, speculator_folders
+from pocket_moe.model.model import Options, PocketMoe
 from pocket_moe.records import load_json, save_json
-from pocket_moe.shards import Shards
+from pocket_moe.speculators.boost import BoostSettings, boost
+from pocket_moe.speculators.boost_rows import LabelledRows, Written, continuations, label, pack_documents
+from pocket_moe.speculators.drafts_measure import AcceptanceSettings, acceptance
+from pocket_moe.train.device import open_device
+from pocket_moe.train.memory import told_when_full
 
 MAX_BYTES = 3_000_000
 """Of a speculator's weights in bfloat16."""

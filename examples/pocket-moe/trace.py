@@ -18,18 +18,18 @@ from collections.abc import Sequence
 
 import torch
 
-from pocket_moe import export
 from pocket_moe.command import measuring_parser, reported
-from pocket_moe.device import open_device
+from pocket_moe.corpus.split import DEMO
 from pocket_moe.errors import PocketError
-from pocket_moe.fingerprint import fingerprint, note
-from pocket_moe.greedy import Answerer, clear_answers
-from pocket_moe.logits import compare
-from pocket_moe.measure_inputs import open_shards
+from pocket_moe.measure.greedy import Answerer, clear_answers
+from pocket_moe.measure.inputs import open_shards
+from pocket_moe.measure.logits import compare
+from pocket_moe.measure.samples import Prompt, headword, headwords, prefixes, save_samples
+from pocket_moe.measure.traffic import load_record, trace
+from pocket_moe.model import export
+from pocket_moe.model.fingerprint import fingerprint, note
 from pocket_moe.records import load_greedy, save_greedy, save_json
-from pocket_moe.samples import Prompt, headword, headwords, prefixes, save_samples
-from pocket_moe.split import DEMO
-from pocket_moe.traffic import load_record, trace
+from pocket_moe.train.device import open_device
 
 
 def main(arguments: list[str]) -> int:

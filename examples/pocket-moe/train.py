@@ -17,14 +17,14 @@ from pathlib import Path
 
 import torch
 
-from pocket_moe.batches import BatchSettings
 from pocket_moe.command import WORK, parser, reported
 from pocket_moe.config import POCKET
-from pocket_moe.loop import TrainSettings
-from pocket_moe.model import Options
-from pocket_moe.run import export_run, train
-from pocket_moe.run_settings import RunSettings
-from pocket_moe.schedule import Schedule
+from pocket_moe.corpus.batches import BatchSettings
+from pocket_moe.model.model import Options
+from pocket_moe.train.loop import TrainSettings
+from pocket_moe.train.run import export_run, train
+from pocket_moe.train.run_settings import RunSettings
+from pocket_moe.train.schedule import Schedule
 
 SMOKE = {
     "size": "tiny",

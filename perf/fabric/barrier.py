@@ -14,7 +14,7 @@ from pathlib import Path
 
 from testkit.fabric.barrier import Outcome, Source, measure, stage
 
-from pocket_moe.plots import Picture, Scale
+from pocket_moe.card.plots import Picture, Scale
 
 WORKERS = 3
 EXPERT_ROW_S, ATTENTION_ROW_S = 500e-6, 1000e-6

@@ -10,7 +10,7 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2] / "examples/pocket-moe")]
 
-from pocket_moe.plots import Picture, Scale, steps  # noqa: E402
+from pocket_moe.card.plots import Picture, Scale, steps  # noqa: E402
 
 WIDTH, LEFT, RIGHT, TOP = 980, 64, 24, 92
 HEIGHT, GAP = 130, 40

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from pocket_moe.plots import Picture, Scale, steps
+from pocket_moe.card.plots import Picture, Scale, steps
 
 _WIDTH, _LEFT, _RIGHT, _TOP, _PLOT, _LANE = 980, 144, 24, 84, 300, 20
 _MIN_MS, _WORTH_SAYING_MS = 10.0, 500.0

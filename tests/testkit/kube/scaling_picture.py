@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pocket_moe.plots import Picture, Scale, steps
+from pocket_moe.card.plots import Picture, Scale, steps
 from testkit.kube.prometheus import Line, Prometheus
 
 _WIDTH, _LEFT, _RIGHT, _TOP, _GAP = 980, 150, 24, 78, 34

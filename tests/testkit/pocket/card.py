@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 
 from pocket_moe.config import POCKET
-from pocket_moe.fingerprint import held, note
-from pocket_moe.measure import VARIANTS, claims
+from pocket_moe.measure.measure import VARIANTS, claims
+from pocket_moe.measure.samples import Sample, save_samples
+from pocket_moe.measure.traffic import load_record
+from pocket_moe.model.fingerprint import held, note
 from pocket_moe.records import ExpertTrace, Greedy, save_csv, save_greedy, save_json
-from pocket_moe.samples import Sample, save_samples
-from pocket_moe.traffic import load_record
 from testkit.pocket.evidence import ROOT
 
 DOMAINS = ("dictionary", "verse", "perl & co")

@@ -11,14 +11,14 @@ from types import ModuleType
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from pocket_moe import export
-from pocket_moe.batches import Batches, BatchSettings
 from pocket_moe.config import PocketConfig, tiny
-from pocket_moe.dense import dense_like
-from pocket_moe.loop import Trainer, TrainSettings
-from pocket_moe.model import PocketMoe
-from pocket_moe.schedule import Schedule
-from pocket_moe.shards import Shards
+from pocket_moe.corpus.batches import Batches, BatchSettings
+from pocket_moe.corpus.shards import Shards
+from pocket_moe.model import export
+from pocket_moe.model.dense import dense_like
+from pocket_moe.model.model import PocketMoe
+from pocket_moe.train.loop import Trainer, TrainSettings
+from pocket_moe.train.schedule import Schedule
 from testkit.pocket.runs import make_work
 
 ROOT = Path(__file__).parents[3]

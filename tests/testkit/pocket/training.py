@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from pocket_moe.batches import Batch
-from pocket_moe.loop import Trainer
+from pocket_moe.corpus.batches import Batch
+from pocket_moe.train.loop import Trainer
 
 
 def curve(work: Path, name: str) -> list[dict[str, str]]:

@@ -10,11 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pocket_moe.batches import Batches, BatchSettings
+from pocket_moe.corpus.batches import Batches, BatchSettings
+from pocket_moe.corpus.packing import Pieces, cut, pack, place
+from pocket_moe.corpus.shards import Shards
 from pocket_moe.errors import PocketError
-from pocket_moe.packing import Pieces, cut, pack, place
-from pocket_moe.schedule import Schedule
-from pocket_moe.shards import Shards
+from pocket_moe.train.schedule import Schedule
 
 CPU = torch.device("cpu")
 

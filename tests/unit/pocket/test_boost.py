@@ -11,9 +11,16 @@ import pytest
 import torch
 from testkit.pocket.evidence import CONFIG, make_evidence, make_models, script
 
-from pocket_moe import export
-from pocket_moe.boost import BoostSettings, boost, right, train_one, union_share
-from pocket_moe.boost_rows import (
+from pocket_moe.config import PocketConfig, tiny
+from pocket_moe.corpus.shards import Shards
+from pocket_moe.errors import PocketError
+from pocket_moe.model import export
+from pocket_moe.model.fingerprint import fingerprint
+from pocket_moe.model.losses import NO_TARGET
+from pocket_moe.model.model import PocketMoe
+from pocket_moe.records import load_json, save_json
+from pocket_moe.speculators.boost import BoostSettings, boost, right, train_one, union_share
+from pocket_moe.speculators.boost_rows import (
     LabelledRows,
     WeightedSource,
     Written,
@@ -22,13 +29,6 @@ from pocket_moe.boost_rows import (
     label,
     pack_documents,
 )
-from pocket_moe.config import PocketConfig, tiny
-from pocket_moe.errors import PocketError
-from pocket_moe.fingerprint import fingerprint
-from pocket_moe.losses import NO_TARGET
-from pocket_moe.model import PocketMoe
-from pocket_moe.records import load_json, save_json
-from pocket_moe.shards import Shards
 
 SMALL = tiny("llama", vocab_size=CONFIG.vocab_size)
 QUICK = BoostSettings(count=2, floors=(0.0, 0.5), steps=12, boost_steps=8, rows=4, dtype=torch.float32, aside=0.2)
@@ -137,7 +137,7 @@ def test_each_learns_what_all_before_it_miss(rows: LabelledRows, monkeypatch: py
         return models[index]
 
     three = dataclasses.replace(QUICK, count=3, floors=(0.0,))
-    monkeypatch.setattr("pocket_moe.boost.train_one", given)
+    monkeypatch.setattr("pocket_moe.speculators.boost.train_one", given)
     assert boost(SMALL, rows, three).speculators == models
     learn, covered = seen[0][0], [covered_RL for _, covered_RL, _ in seen]
     first, second = (right(model, learn, 8) for model in models[:2])

@@ -10,14 +10,14 @@ from testkit.pocket.card import DOMAINS, HEADER, TEXT
 from testkit.pocket.evidence import script
 from testkit.pocket.runs import make_work
 
-from pocket_moe.card_collect import collect
-from pocket_moe.card_facts import load_facts, training
-from pocket_moe.card_markdown import markdown_table, one_line, prose, rounded_down, shortened
-from pocket_moe.card_tables import notices
+from pocket_moe.card.collect import collect
+from pocket_moe.card.facts import load_facts, training
+from pocket_moe.card.markdown import markdown_table, one_line, prose, rounded_down, shortened
+from pocket_moe.card.tables import notices
 from pocket_moe.errors import PocketError
-from pocket_moe.fingerprint import held
+from pocket_moe.model.fingerprint import held
+from pocket_moe.readers.sources import Source
 from pocket_moe.records import load_csv, load_json, save_csv, save_json
-from pocket_moe.sources import Source
 
 
 def test_the_card_names_the_runs_that_the_recipe_was_chosen_from(root: Path) -> None:

@@ -10,10 +10,10 @@ import pytest
 from testkit.pocket.card import skewed
 from testkit.pocket.evidence import script
 
-from pocket_moe.plots import steps
-from pocket_moe.plots_heat import domain_order, expert_order, heat_map, loads
-from pocket_moe.plots_lines import loss_curves, peaks
-from pocket_moe.traffic import load_record
+from pocket_moe.card.plots import steps
+from pocket_moe.card.plots_heat import domain_order, expert_order, heat_map, loads
+from pocket_moe.card.plots_lines import loss_curves, peaks
+from pocket_moe.measure.traffic import load_record
 
 
 def test_pictures_are_well_formed_and_follow_the_page(root: Path) -> None:

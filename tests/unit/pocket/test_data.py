@@ -11,11 +11,11 @@ from types import ModuleType
 import pytest
 from testkit.pocket.packages import COPYRIGHT, TOPICS, write_packages
 
+from pocket_moe.corpus.manifest import licence_text
+from pocket_moe.corpus.packages import Packages
+from pocket_moe.corpus.shards import Shards
 from pocket_moe.errors import PocketError
-from pocket_moe.manifest import licence_text
-from pocket_moe.packages import Packages
-from pocket_moe.shards import Shards
-from pocket_moe.sources import Source, load_sources
+from pocket_moe.readers.sources import Source, load_sources
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "pocket-moe"
 

@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 from testkit.pocket.packages import base64_number, prose, write_dictd
 
-from pocket_moe.clean_dictd import number, read_dictd
-from pocket_moe.clean_entries import devil_text, element_text, jargon_text
-from pocket_moe.clean_go import go_documents
-from pocket_moe.clean_html import html_documents
-from pocket_moe.clean_kjv import chapters, decompress
-from pocket_moe.clean_novels import body, pieces, read_rdb
-from pocket_moe.clean_pod import plain, pod_documents
-from pocket_moe.clean_wordnet import Entry, Sense, entry_text, parse_entry
 from pocket_moe.errors import PocketError
+from pocket_moe.readers.dictd import number, read_dictd
+from pocket_moe.readers.entries import devil_text, element_text, jargon_text
+from pocket_moe.readers.go import go_documents
+from pocket_moe.readers.html import html_documents
+from pocket_moe.readers.kjv import chapters, decompress
+from pocket_moe.readers.novels import body, pieces, read_rdb
+from pocket_moe.readers.pod import plain, pod_documents
+from pocket_moe.readers.wordnet import Entry, Sense, entry_text, parse_entry
 
 LONG = prose("anchor", 3)
 

@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from testkit.pocket.packages import TOPICS, prose
 
-from pocket_moe.clean_wordnet import Entry, Sense
-from pocket_moe.dedupe import Deduper, unlike
-from pocket_moe.split import SMALLEST_HELDOUT, chosen, split_documents, split_entries
-from pocket_moe.text import Document
+from pocket_moe.corpus.dedupe import Deduper, unlike
+from pocket_moe.corpus.split import SMALLEST_HELDOUT, chosen, split_documents, split_entries
+from pocket_moe.readers.text import Document
+from pocket_moe.readers.wordnet import Entry, Sense
 
 
 def _document(name: str, *paragraphs: str) -> Document:

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pocket_moe.drafts import BRANCHES, Tally, hits, merged_rank
-from pocket_moe.drafts_runs import DEPTH, runs, tree_nodes
+from pocket_moe.speculators.drafts import BRANCHES, Tally, hits, merged_rank
+from pocket_moe.speculators.drafts_runs import DEPTH, runs, tree_nodes
 
 # Six tokens of the target, and the four best of two speculators at each.
 LABELS = torch.tensor([1, 2, 3, 4, 5, 6])

@@ -11,10 +11,10 @@ from testkit.pocket.evidence import WORDS, make_evidence, make_models, script
 from torch import Tensor
 
 from pocket_moe.errors import PocketError
-from pocket_moe.fingerprint import fingerprint
-from pocket_moe.greedy import Answerer, Continuation, clear_answers, continue_greedily
+from pocket_moe.measure.greedy import Answerer, Continuation, clear_answers, continue_greedily
+from pocket_moe.measure.samples import Prompt, cut_words, headwords, load_samples, prefixes
+from pocket_moe.model.fingerprint import fingerprint
 from pocket_moe.records import Greedy, load_greedy, load_json, save_json
-from pocket_moe.samples import Prompt, cut_words, headwords, load_samples, prefixes
 from services.model.reference import ReferenceModel
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pocket_moe.likeness import between, distances, groups
+from pocket_moe.measure.likeness import between, distances, groups
 
 
 def test_a_distance_is_the_share_of_choices_that_would_move() -> None:

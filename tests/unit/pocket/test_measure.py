@@ -10,11 +10,10 @@ import pytest
 import torch
 from testkit.pocket.evidence import CONFIG, make_evidence, make_models, script
 
-from pocket_moe import export, measure_agreement
+from pocket_moe.corpus.shards import Shards
 from pocket_moe.errors import PocketError
-from pocket_moe.fingerprint import fingerprint
-from pocket_moe.measure import ALL, VARIANTS, MeasureSettings, claims, failures
-from pocket_moe.measure_agreement import (
+from pocket_moe.measure import agreement as measure_agreement
+from pocket_moe.measure.agreement import (
     AgreementSettings,
     agreement,
     heldout_documents,
@@ -22,10 +21,12 @@ from pocket_moe.measure_agreement import (
     our_choices,
     share,
 )
-from pocket_moe.measure_inputs import open_shards
+from pocket_moe.measure.inputs import open_shards
+from pocket_moe.measure.measure import ALL, VARIANTS, MeasureSettings, claims, failures
+from pocket_moe.measure.shuffled import Deranged, Uniform, derange, derangement, randomise
+from pocket_moe.model import export
+from pocket_moe.model.fingerprint import fingerprint
 from pocket_moe.records import load_csv, load_json
-from pocket_moe.shards import Shards
-from pocket_moe.shuffled import Deranged, Uniform, derange, derangement, randomise
 
 
 @pytest.fixture(scope="module")

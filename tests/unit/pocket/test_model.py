@@ -13,14 +13,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import moe_kernels as mk
-from pocket_moe import export
-from pocket_moe.batches import Batch
 from pocket_moe.config import POCKET, ModelType, PocketConfig, tiny
-from pocket_moe.dense import dense_like, speculator
-from pocket_moe.documents import _starts
+from pocket_moe.corpus.batches import Batch
+from pocket_moe.corpus.documents import _starts
 from pocket_moe.errors import PocketError
-from pocket_moe.losses import NO_TARGET, next_tokens, router_losses
-from pocket_moe.model import Options, PocketMoe
+from pocket_moe.model import export
+from pocket_moe.model.dense import dense_like, speculator
+from pocket_moe.model.losses import NO_TARGET, next_tokens, router_losses
+from pocket_moe.model.model import Options, PocketMoe
 from services.model.reference import ReferenceModel
 
 CONFIGS = {

@@ -9,8 +9,8 @@ from testkit.pocket.evidence import CONFIG
 import moe_kernels as mk
 from pocket_moe.config import tiny
 from pocket_moe.errors import PocketError
-from pocket_moe.model import PocketMoe
-from pocket_moe.quantised import QuantisedExperts, quantise
+from pocket_moe.model.model import PocketMoe
+from pocket_moe.model.quantised import QuantisedExperts, quantise
 
 
 def lively() -> PocketMoe:

@@ -12,7 +12,7 @@ from random import Random
 from testkit.pocket.packages import write_packages
 from testkit.pocket.training import curve
 
-from pocket_moe import export
+from pocket_moe.model import export
 
 ROOT = Path(__file__).parents[3]
 SYLLABLES = [a + b for a in "bcdfghjklmnprstvwz" for b in ("a", "e", "i", "o", "u", "an", "el", "is", "or", "um")]

@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from testkit.pocket.evidence import make_evidence, make_models, script
 
-from pocket_moe import export
+from pocket_moe.corpus.shards import Shards
 from pocket_moe.errors import PocketError
-from pocket_moe.fingerprint import fingerprint
+from pocket_moe.measure.traffic import choose_documents, load_record, peak, trace
+from pocket_moe.model import export
+from pocket_moe.model.fingerprint import fingerprint
 from pocket_moe.records import ExpertTrace, Greedy, load_csv, load_greedy, load_json, save_csv, save_greedy, save_json
-from pocket_moe.shards import Shards
-from pocket_moe.traffic import choose_documents, load_record, peak, trace
 
 
 @pytest.fixture(scope="module")

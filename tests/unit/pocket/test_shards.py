@@ -11,9 +11,9 @@ import pytest
 from testkit.pocket.packages import TOPICS, prose
 from tokenizers import Tokenizer
 
+from pocket_moe.corpus.shards import Shards, write_shards
+from pocket_moe.corpus.tokenizer import END_OF_TEXT, train_tokenizer, write_tokenizer
 from pocket_moe.errors import PocketError
-from pocket_moe.shards import Shards, write_shards
-from pocket_moe.tokenizer import END_OF_TEXT, train_tokenizer, write_tokenizer
 
 TEXTS = {
     "train": {"b": [prose(topic, 1) for topic in TOPICS], "a": ["one", "two"]},

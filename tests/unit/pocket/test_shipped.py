@@ -11,8 +11,8 @@ import torch
 from testkit.pocket.evidence import ROOT
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from pocket_moe.measure.samples import load_samples
 from pocket_moe.records import ExpertTrace, Greedy, load_greedy, load_json
-from pocket_moe.samples import load_samples
 from services.model.reference import ReferenceModel
 
 EXAMPLE = ROOT / "examples/pocket-moe"

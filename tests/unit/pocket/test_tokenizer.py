@@ -12,8 +12,8 @@ from testkit.pocket.packages import TOPICS, prose
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
+from pocket_moe.corpus.tokenizer import SPECIAL_TOKENS, sample, train_tokenizer, write_tokenizer
 from pocket_moe.errors import PocketError
-from pocket_moe.tokenizer import SPECIAL_TOKENS, sample, train_tokenizer, write_tokenizer
 from services.gateway.chat_template import ChatTemplate, load_chat_template
 from services.gateway.tokenizer import SpecialTokens
 

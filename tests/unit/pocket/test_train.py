@@ -12,14 +12,15 @@ import torch
 from testkit.pocket.evidence import make_evidence
 from testkit.pocket.training import before_step, curve
 
-from pocket_moe import checkpoint, export
-from pocket_moe import run as runs
-from pocket_moe.batches import BatchSettings
-from pocket_moe.checkpoint import load_weights
 from pocket_moe.config import POCKET
+from pocket_moe.corpus.batches import BatchSettings
+from pocket_moe.corpus.shards import Shards, tokenizer_sha256
 from pocket_moe.errors import PocketError
-from pocket_moe.heldout import Heldout
-from pocket_moe.shards import Shards, tokenizer_sha256
+from pocket_moe.measure.heldout import Heldout
+from pocket_moe.model import export
+from pocket_moe.train import checkpoint
+from pocket_moe.train import run as runs
+from pocket_moe.train.checkpoint import load_weights
 
 CPU = torch.device("cpu")
 

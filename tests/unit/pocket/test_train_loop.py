@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pocket_moe.batches import Batch
 from pocket_moe.config import tiny
-from pocket_moe.loop import Trainer, TrainSettings
-from pocket_moe.model import Options, PocketMoe
-from pocket_moe.schedule import Schedule
+from pocket_moe.corpus.batches import Batch
+from pocket_moe.model.model import Options, PocketMoe
+from pocket_moe.train.loop import Trainer, TrainSettings
+from pocket_moe.train.schedule import Schedule
 
 TOKENS = 4 * 64
 

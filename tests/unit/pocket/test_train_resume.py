@@ -10,9 +10,9 @@ import pytest
 import torch
 from testkit.pocket.training import before_step, curve, stop_at
 
-from pocket_moe import checkpoint
-from pocket_moe import run as runs
-from pocket_moe.checkpoint import load_weights
+from pocket_moe.train import checkpoint
+from pocket_moe.train import run as runs
+from pocket_moe.train.checkpoint import load_weights
 
 DENSE = ("--kind", "dense", "--dropout", "0.2", "--average", "0.9")
 

@@ -1,0 +1,1 @@
+"""The model card and its plots, written from what was measured."""

@@ -1,0 +1,1 @@
+"""The model: layers, losses, export to Hugging Face's layout."""

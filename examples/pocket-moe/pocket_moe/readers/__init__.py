@@ -1,0 +1,1 @@
+"""What turns packages of texts into plain text, and what texts there are."""

@@ -1,0 +1,1 @@
+"""Small models that draft for the large one."""

@@ -1,0 +1,1 @@
+"""A training run: its settings, loop, schedule, memory and checkpoints."""
