@@ -92,7 +92,8 @@ class Publisher:
 LOOK_S = 0.02
 """Time between two looks at gateways that lag."""
 LONGEST_S = 0.3
-"""The longest wait after one publishing call. Clients of other gateways get no tokens meanwhile."""
+"""The longest wait after one publishing call. Clients of other gateways get no tokens meanwhile, and a first token may
+wait for two such calls."""
 STALLED_S = 1.0
 """A gateway that handled nothing for so long counts as dead or paused: workers do not wait for it."""
 REMEMBERED_S = 60.0

@@ -203,8 +203,9 @@ def pieces(requests: Iterable[Stored]) -> Iterator[list[Stored]]:
 
 
 def parts(rows: Iterable[tuple[Argument, ...]]) -> Iterator[list[tuple[Argument, ...]]]:
-    """Yields ``rows`` of arguments, cut likewise; a request (the first two arguments) comes once in a call. ``rows``
-    may be a generator: the rows of one call are kept at a time."""
+    """Yields ``rows`` of arguments, as many as one call may carry: :data:`PIECE_BYTES` and :data:`CHUNK` rows at most,
+    one row at least, and no two neighbours of the same request and attempt, which are a row's first two arguments.
+    ``rows`` may be a generator: only the rows of one call are kept."""
     part: list[tuple[Argument, ...]] = []
     size = 0
     for row in rows:
