@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from services.gateway.connections import Connections
 from services.gateway.job import MAX_READERS
 
 BODY = {"prompt": "hello", "max_tokens": 90, "temperature": 0.5}
@@ -65,6 +66,21 @@ async def test_a_disconnect_cancels_at_once(gateway, script, stream, running):
     assert len(gateway.table) == 0
     assert gateway.registry.get_sample_value("expertmesh_requests_total", {"finish": "cancelled"}) == 2
     assert gateway.registry.get_sample_value("expertmesh_request_errors_total", {"code": "unavailable"}) is None
+
+
+async def test_an_answer_learns_of_it_in_its_turn(gateway, monkeypatch):
+    """Thousands that leave together would block the event loop: Connections notifies a few of them at a time."""
+    waiting: list[Callable[[], None]] = []
+    monkeypatch.setattr(Connections, "notify_soon", lambda _, notify: waiting.append(notify))
+    _, writer = await raw_request(gateway, b'{"prompt":"hello","max_tokens":90,"stream":true}')
+    await gateway.queue.wait_for("admitted", 1)
+    await reset(writer)
+    await until(lambda: waiting)
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert (len(waiting), len(gateway.table)) == (1, 1)
+    waiting[0]()
+    await gateway.queue.wait_for("cancelled", 1)
 
 
 async def test_an_answered_request_is_not_cancelled(gateway, script):
