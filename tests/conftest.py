@@ -9,6 +9,14 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
+from testkit.lanes import (  # pytest calls them here  # noqa: F401
+    pytest_addoption,
+    pytest_collection_modifyitems,
+    pytest_configure,
+    pytest_report_header,
+    pytest_runtest_makereport,
+    pytest_runtest_protocol,
+)
 from testkit.processes.iproute import obstacle
 from testkit.processes.netns import Network, open_network
 

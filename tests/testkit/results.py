@@ -1,0 +1,182 @@
+"""Judge what ``--results`` of :mod:`testkit.lanes` wrote: no skip but the expected ones, and where the time went.
+
+    python -m testkit.results .cache/results/test/*.jsonl     prints a table by room; exit code 1 for a wrong skip
+    python -m testkit.results --record .cache/results/all/*.jsonl  writes tests/night.json as well, if all passed
+
+tests/expected_skips.toml lists each reason to skip with its count. A skip that it does not list fails the run, and so
+does one that it lists and that did not happen as often: what is skipped is then less than what is believed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from testkit.lanes import RECORD, ROOT
+from testkit.processes.iproute import obstacle
+
+EXPECTED = ROOT / "tests/expected_skips.toml"
+SLOWEST = 15
+
+
+def _gpus() -> int:
+    """GPUs of this machine; counted without torch, whose import takes seconds."""
+    try:
+        run = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True)
+    except OSError:
+        return 0
+    return len(run.stdout.splitlines()) if run.returncode == 0 else 0
+
+
+def _has_commit(commit: str) -> bool:
+    run = subprocess.run(["git", "-C", str(ROOT), "cat-file", "-e", f"{commit}^{{commit}}"], capture_output=True)
+    return run.returncode == 0
+
+
+CONDITIONS: Mapping[str, Callable[[], bool]] = {
+    "always": lambda: True,
+    "no GPU": lambda: _gpus() == 0,
+    "not root": lambda: os.geteuid() != 0,
+    "not Linux": lambda: sys.platform != "linux",
+    "no kube tool": lambda: not os.access(os.environ.get("KUBE_TOOL", ""), os.X_OK),
+}
+"""When a skip is expected. Each looks at the machine by itself: a test that is wrong about its reason is seen."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Expected:
+    """A reason to skip: a pattern that matches the whole ``reason``, the ``run`` in which it occurs (the name of the
+    folder of results), how many tests give it, and ``when``, a key of :data:`CONDITIONS`. ``why`` is for readers."""
+
+    reason: str
+    run: str
+    count: int
+    when: str
+    why: str
+
+
+@dataclass(slots=True)
+class Room:
+    """Sums over the tests of a folder."""
+
+    tests: int = 0
+    skipped: int = 0
+    failed: int = 0
+    seconds: float = 0.0
+    cpu_s: float = 0.0
+
+    def add(self, test: Mapping[str, Any]) -> None:
+        self.tests += 1
+        self.skipped += test["outcome"] == "skipped"
+        self.failed += test["outcome"] == "failed"
+        self.seconds += test["seconds"]
+        self.cpu_s += test.get("cpu_s", 0.0)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Judge the results of a run of tests.")
+    parser.add_argument("files", nargs="+", type=Path, help="JSON lines of --results; their folder names the run")
+    parser.add_argument("--record", action="store_true", help="write tests/night.json")
+    options = parser.parse_args(arguments)
+    tests = [json.loads(line) for path in options.files for line in path.read_text().splitlines()]
+    rooms = by_room(tests)
+    print(table(rooms))
+    print("\nslowest\n" + "\n".join(_slowest(tests)))
+    faults = wrong_skips(tests, expected(options.files[0].resolve().parent.name))
+    failed = [test["test"] for test in tests if test["outcome"] == "failed"]
+    for fault in faults:
+        print(f"SKIPS: {fault}")
+    if options.record and not faults and not failed:
+        RECORD.write_text(json.dumps(_record(rooms), indent=2) + "\n")
+    return 1 if faults or failed or not tests else 0
+
+
+def by_room(tests: Iterable[Mapping[str, Any]]) -> dict[str, Room]:
+    """Rooms are folders of tests, and those of tests/unit."""
+    rooms: dict[str, Room] = defaultdict(Room)
+    for test in tests:
+        rooms[_room(test["test"])].add(test)
+    return dict(sorted(rooms.items()))
+
+
+def _room(test: str) -> str:
+    parts = test.partition("::")[0].split("/")[1:-1]
+    return "/".join(parts[:2] if parts[:1] == ["unit"] else parts[:1])
+
+
+def table(rooms: Mapping[str, Room]) -> str:
+    lines = [f"{'room':<18} {'tests':>6} {'skipped':>8} {'failed':>7} {'seconds':>8} {'CPU s':>7}"]
+    total = Room()
+    for name, room in rooms.items():
+        lines.append(_line(name, room))
+        for field in ("tests", "skipped", "failed", "seconds", "cpu_s"):
+            setattr(total, field, getattr(total, field) + getattr(room, field))
+    return "\n".join([*lines, _line("all", total)])
+
+
+def _line(name: str, room: Room) -> str:
+    return (
+        f"{name:<18} {room.tests:>6} {room.skipped:>8} {room.failed:>7} {room.seconds:>8.0f} {room.cpu_s:>7.0f}"
+    )
+
+
+def _slowest(tests: Iterable[Mapping[str, Any]]) -> list[str]:
+    slowest = sorted(tests, key=lambda test: -float(test["seconds"]))[:SLOWEST]
+    return [f"{test['seconds']:>7.1f} s {test.get('cpu_s', 0.0):>7.1f} s of CPU  {test['test']}" for test in slowest]
+
+
+def expected(run: str) -> list[Expected]:
+    """What tests/expected_skips.toml lists for a run, as far as its conditions hold on this machine."""
+    listed = [Expected(**each) for each in tomllib.loads(EXPECTED.read_text()).get("skip", [])]
+    return [each for each in listed if each.run == run and CONDITIONS[each.when]()]
+
+
+def wrong_skips(tests: Iterable[Mapping[str, Any]], listed: Sequence[Expected]) -> list[str]:
+    """Return a sentence for each reason that is not listed or whose count is another."""
+    found = Counter(test["reason"] for test in tests if test["outcome"] == "skipped")
+    faults, matched = [], Counter[Expected]()
+    for reason, count in found.items():
+        match = next((each for each in listed if re.fullmatch(each.reason, reason)), None)
+        if match is None:
+            faults.append(f"{count} tests skip for a reason that is not listed: {reason}")
+        else:
+            matched[match] += count
+    for each in listed:
+        if matched[each] != each.count:
+            faults.append(f"{matched[each]} tests skip for {each.reason!r}, and {each.count} are listed")
+    return faults
+
+
+def _record(rooms: Mapping[str, Room]) -> dict[str, Any]:
+    commit = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], check=True, capture_output=True, text=True)
+    figures = {
+        name: {"tests": room.tests, "skipped": room.skipped, "seconds": round(room.seconds), "cpu_s": round(room.cpu_s)}
+        for name, room in rooms.items()
+    }
+    for name, lines in lines_by_room().items():
+        figures.setdefault(name, {})["lines"] = lines
+    return {"commit": commit.stdout.strip(), "date": datetime.date.today().isoformat(), "rooms": figures}
+
+
+def lines_by_room() -> dict[str, int]:
+    """Lines of Python by room, testkit included."""
+    lines: Counter[str] = Counter()
+    for path in (ROOT / "tests").rglob("*.py"):
+        room = _room(str(path.relative_to(ROOT))) or "conftest"
+        lines[room] += len(path.read_text().splitlines())
+    return dict(sorted(lines.items()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
