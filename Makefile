@@ -1,5 +1,7 @@
 # make run    set up .venv, serve a small demo model, stream a completion from it, keep serving
-# make test   set up .venv, run all tests
+# make test   set up .venv, run the tests of every commit (12 minutes with lint and types on two cores)
+# make test-all  every test there is but those of a cluster, and chaos; writes tests/night.json, from which `make test`
+#             knows what has changed since
 # make gpu-test  the links between GPUs, on a machine with 2 or 4 of them
 # make check  what CI runs: lint, types, imports, test
 # make chaos  10 minutes of dying processes and failing cables under load; CHAOS_MINUTES=1 for less
@@ -19,6 +21,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 MODEL ?=
 PORT ?=
+RESULTS := .cache/results
 CHAOS_MINUTES ?= 10
 CHAOS_SEED ?= 1
 CHAOS_OUT ?= .cache/chaos
@@ -35,27 +38,40 @@ CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 BUILD_ARGS = $(if $(PIP_INDEX_URL),--build-arg PIP_INDEX_URL=$(PIP_INDEX_URL))
 IMAGE = $(BUILD) -f helm/images/Dockerfile $(BUILD_ARGS)
 
-.PHONY: env run test gpu-test lint types imports check bench-cpu chaos abuse abuse-soak abuse-crowds abuse-pauses fleet fleet-nodes demo-model chart manifests images images-cuda cluster-test cluster-dry \
+.PHONY: env run test test-all gpu-test lint types imports check bench-cpu chaos abuse abuse-soak abuse-crowds abuse-pauses fleet fleet-nodes demo-model chart manifests images images-cuda cluster-test cluster-dry \
   constraints locks clean
 
 env: $(STAMP)
 
+# Python compiles what is imported, when it is: all of it at once would take a third of the time.
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "$(PYTHON) is older than Python 3.11; name a newer one: make PYTHON=python3.12"; exit 1; }
 	@test -x $(BIN)/pip || $(PYTHON) -m venv .venv || { rm -rf .venv; \
 	  echo "$(PYTHON) cannot make virtual environments. On Debian and Ubuntu: apt install python3-venv"; exit 1; }
-	$(BIN)/pip install --quiet $(TORCH)
-	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install --quiet --no-compile $(TORCH)
+	$(BIN)/pip install --quiet --no-compile -c constraints.txt -e '.[dev]'
 	@touch $(STAMP)
 
 run: env
 	@$(BIN)/expertmesh demo $(if $(MODEL),--model '$(MODEL)') $(if $(PORT),--port $(PORT))
 
+# $(1): lane and name of the run. Files run two at a time, then those alone that start more processes than there are
+# cores; last, no test may have been skipped but those of tests/expected_skips.toml.
+define tests
+	rm -rf $(RESULTS)/$(1)
+	$(BIN)/pytest -q -n 2 --dist loadfile --lane=$(1) --results=$(RESULTS)/$(1)/together.jsonl -m 'not alone' \
+	  --ignore=tests/cluster --ignore=tests/abuse
+	$(BIN)/pytest -q --lane=$(1) --results=$(RESULTS)/$(1)/alone.jsonl -m alone tests/flow
+	PYTHONPATH=tests $(BIN)/python -m testkit.results $(2) $(RESULTS)/$(1)/*.jsonl
+endef
+
 test: env
-	$(BIN)/pytest -q -n 2 --durations=15 --ignore=tests/flow --ignore=tests/cluster --ignore=tests/abuse
-	$(BIN)/pytest -q -n 2 --durations=15 --dist loadfile -m 'not alone' tests/flow
-	$(BIN)/pytest -q --durations=15 -m alone tests/flow
+	$(call tests,commit)
+
+test-all: env chaos
+	$(BIN)/pip install --quiet --no-compile -c constraints.txt -e '.[dev,night]'
+	$(call tests,all,--record)
 
 # Uses the python of the environment at hand where there is no .venv: on such machines torch is usually there already.
 gpu-test:
@@ -118,15 +134,18 @@ images-cuda:
 cluster-test: env
 	KUBE_TOOL=$(KUBE_TOOL) KUBE_PLOTS=$(KUBE_PLOTS) $(BIN)/pytest -q -s --durations=0 tests/cluster
 
-# A part of CI: where KUBE_TOOL names no program, or its cluster does not start, it says so and is content.
+# A part of CI: where KUBE_TOOL names no program, it says so and is content; a cluster that does not start is a failure.
 cluster-dry: env
-	KUBE_OPTIONAL=1 KUBE_TOOL=$(KUBE_TOOL) $(BIN)/pytest -q -rs tests/cluster/test_templates.py tests/cluster/test_lockstep_templates.py
+	rm -rf $(RESULTS)/cluster-dry
+	KUBE_OPTIONAL=1 KUBE_TOOL=$(KUBE_TOOL) $(BIN)/pytest -q -rs --results=$(RESULTS)/cluster-dry/all.jsonl \
+	  tests/cluster/test_templates.py tests/cluster/test_lockstep_templates.py
+	KUBE_TOOL=$(KUBE_TOOL) PYTHONPATH=tests $(BIN)/python -m testkit.results $(RESULTS)/cluster-dry/all.jsonl
 
 # Exact versions of what the extras need now, without the local tag of a torch build.
 constraints:
 	rm -rf .cache/constraints && $(PYTHON) -m venv .cache/constraints
 	.cache/constraints/bin/pip install --quiet $(TORCH)
-	.cache/constraints/bin/pip install --quiet -e '.[dev]'
+	.cache/constraints/bin/pip install --quiet -e '.[dev,night]'
 	.cache/constraints/bin/pip freeze --exclude-editable | sed -E 's/^(torch==[0-9.]+)\+.*/\1/' > constraints.txt
 	rm -rf .cache/constraints
 

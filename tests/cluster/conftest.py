@@ -1,5 +1,6 @@
 """One cluster for all of these tests, with the images built from this tree. Skipped without KUBE_TOOL, which
-`make cluster-test` sets; where that names nothing that runs, they fail, or with KUBE_OPTIONAL=1 are skipped."""
+`make cluster-test` sets; where that names no program, they fail, or with KUBE_OPTIONAL=1 are skipped. A cluster that does
+not start is a failure."""
 
 from __future__ import annotations
 
@@ -17,13 +18,13 @@ def bare_cluster() -> Iterator[Cluster]:
     tool = os.environ.get("KUBE_TOOL")
     if not tool:
         pytest.skip("KUBE_TOOL is not set: the program that runs a cluster")
-    missing = pytest.skip if os.environ.get("KUBE_OPTIONAL") else pytest.fail
     if not os.access(tool, os.X_OK):
+        missing = pytest.skip if os.environ.get("KUBE_OPTIONAL") else pytest.fail
         missing(f"KUBE_TOOL names no program: {tool!r}")
     try:
         cluster, ran_before = started(os.path.abspath(tool))
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-        missing(f"no cluster starts here: {error} {error.stderr}")
+        pytest.fail(f"no cluster starts here: {error} {error.stderr}")
     yield cluster
     if not ran_before and not os.environ.get("KUBE_KEEP"):
         subprocess.run([cluster.tool, "down", "--keep"], check=True, timeout=300)

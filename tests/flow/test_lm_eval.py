@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from testkit.processes.servers import Server
 
+pytestmark = pytest.mark.night
+
 TOLERANCE = 1e-4
 QUESTIONS = [
     ("The sky is", [" blue", " a fish", " heavy"]),

@@ -6,8 +6,8 @@ night that is recorded (:data:`RECORD`)::
     @pytest.mark.night  # runs at night, and when its own file has changed
     @pytest.mark.night("kernels/moe_kernels/training")  # and when something under this path has changed
 
-``--lane all``, which is also what a plain ``pytest`` does, takes every test. ``--results FILE`` writes a JSON line for
-each test, which :mod:`testkit.results` reads.
+Whole folders that follow something are in tests/lanes.toml. ``--lane all``, which is also what a plain ``pytest`` does,
+takes every test. ``--results=FILE`` writes a JSON line for each test, which :mod:`testkit.results` reads.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import functools
 import json
 import os
 import subprocess
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 RECORD = ROOT / "tests/night.json"
 """The last run of all tests that was green: its commit, and tests, seconds and lines by room."""
+
+
+LANES = ROOT / "tests/lanes.toml"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -57,11 +61,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _of_the_night(item: pytest.Item, found: frozenset[str]) -> bool:
-    marks = list(item.iter_markers("night"))
-    if not marks:
-        return False
-    followed = [str(item.path.relative_to(ROOT)), *(path for mark in marks for path in mark.args)]
-    return not any(name == path or name.startswith(f"{path}/") for name in found for path in followed)
+    file = str(item.path.relative_to(ROOT))
+    followed = [path for mark in item.iter_markers("night") for path in (file, *mark.args)]
+    followed += [path for folder, paths in _folders().items() if below(file, folder) for path in (folder, *paths)]
+    return bool(followed) and not any(below(name, path) for name in found for path in followed)
+
+
+def below(name: str, path: str) -> bool:
+    """Whether ``name`` is the path or under it."""
+    return name == path or name.startswith(f"{path}/")
+
+
+@functools.cache
+def _folders() -> dict[str, list[str]]:
+    """What the folders of tests in :data:`LANES` follow."""
+    if not LANES.exists():
+        return {}
+    read = tomllib.loads(LANES.read_text())
+    return {each["tests"]: [*each["follows"], *read["everywhere"]] for each in read["folder"]}
 
 
 def night_commit() -> str:
