@@ -1,6 +1,6 @@
 """One cluster for all of these tests, with the images built from this tree. Skipped without KUBE_TOOL, which
-`make cluster-test` sets; where that names no program, they fail, or with KUBE_OPTIONAL=1 are skipped. A cluster that does
-not start is a failure."""
+`make cluster-test` sets; where that names no program, they fail, or with KUBE_OPTIONAL=1 are skipped. A cluster that
+does not start is a failure."""
 
 from __future__ import annotations
 
