@@ -279,6 +279,23 @@ async def durable_floor(
     await client.aclose()
 
 
+@pytest.fixture
+async def stepping(
+    redis_server: RedisServer,
+    new_redis_server: Callable[..., RedisServer],
+    new_bench: Callable[[Redis], Awaitable[Bench]],
+) -> AsyncIterator[tuple[RedisServer, Bench]]:
+    """A server whose clock the test sets, and a bench over it."""
+    try:
+        server = new_redis_server(redis_server.binary).with_clock()
+    except Absent as absent:
+        pytest.skip(f"a clock that steps: {absent}")
+    server.start()
+    client = connect(server.url)
+    yield server, await new_bench(client)
+    await client.aclose()
+
+
 @pytest.fixture(scope="session")
 def gpu_pools() -> Iterator[Callable[[int], GpuPool]]:
     """Expert workers on so many GPUs, for all tests; skips where there are fewer."""
