@@ -55,7 +55,8 @@ _UNNAMED: dict[str, None] = (
     {"driver_info": None} if find_spec("redis.driver_info") else {"lib_name": None, "lib_version": None}
 )
 """Options that keep the client from sending its name with each connection: an ACL user may not, and Redis logs it."""
-_DENIED_TO_A_SCRIPT = "The user executing the script can't"
+_DENIED_TO_A_SCRIPT = ("The user executing the script can't", "ACL failure in script")
+"""What Redis says up to 7.0, and from 7.2 on."""
 _CREDENTIALS = (AuthenticationError, NoPermissionError)
 _log = logging.getLogger(__name__)
 
@@ -197,7 +198,7 @@ def _unavailable(reason: str) -> QueueUnavailable:
 
 def _refusal(error: Exception) -> str | None:
     """Returns the text for a server's refusal, else None. The client strips codes it knows; scripts wrap them."""
-    denied = isinstance(error, NoPermissionError) or _DENIED_TO_A_SCRIPT in str(error)
+    denied = isinstance(error, NoPermissionError) or any(text in str(error) for text in _DENIED_TO_A_SCRIPT)
     code = "NOPERM" if denied else getattr(error, "status_code", None)
     words = [code, *re.findall(r"\b[A-Z]{3,}\b", str(error))]
     return next((_REFUSALS[word] for word in words if word in _REFUSALS), None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -25,6 +25,11 @@ class _Place(NamedTuple):
     last_id: str = FIRST_ID
     entries: int = 0
     nbytes: int = 0
+
+
+def _number(entry_id: str) -> tuple[int, int]:
+    ms, _, number = entry_id.partition("-")
+    return int(ms), int(number)
 
 
 class StreamReader:
@@ -61,11 +66,24 @@ class StreamReader:
             self._trim()
         block = ("BLOCK", min(block_ms, MAX_BLOCK_MS)) if block_ms > 0 else ()
         reply = await command(self._redis, "XREAD", "COUNT", self._count, *block, "STREAMS", self._key, last_id)
-        if not reply:
-            if self._handled != self._trimmed:
-                self._trim()
-            return last_id, []
-        entries = reply[0][1]
+        if reply:
+            return self._taken(reply[0][1])
+        if again := await self._begun_again():
+            self._trimmed = self._trimmed._replace(last_id=FIRST_ID)
+            return self._taken(again)
+        if self._handled != self._trimmed:
+            self._trim()
+        return last_id, []
+
+    async def _begun_again(self) -> Sequence[tuple[bytes, Mapping[bytes, bytes]]]:
+        """Returns entries of a stream that Redis forgot and that began again after its clock had stepped back: their
+        ids are below what this reader has trimmed. Reads on would wait until the clock is there again."""
+        trimmed = _number(self._trimmed.last_id)  # before the call: what is trimmed during it may be in the reply
+        reply = await command(self._redis, "XREAD", "COUNT", self._count, "STREAMS", self._key, FIRST_ID)
+        entries: Sequence[tuple[bytes, Mapping[bytes, bytes]]] = reply[0][1] if reply else ()
+        return entries if entries and _number(entries[0][0].decode()) < trimmed else ()
+
+    def _taken(self, entries: Sequence[tuple[bytes, Mapping[bytes, bytes]]]) -> tuple[str, list[Mapping[bytes, bytes]]]:
         size = sum(len(value) for _, fields in entries for value in fields.values())
         newest = entries[-1][0].decode()
         self._read = _Place(newest, self._read.entries + len(entries), self._read.nbytes + size)

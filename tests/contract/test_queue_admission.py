@@ -85,7 +85,8 @@ async def _ask(bench, limits: TenantLimits, count: int = 1, tenant: str = "t") -
 
 async def _seconds_pass(bench, seconds: int, tenant: str = "t") -> None:
     rate = f"{bench.keys.prefix}rate:{tenant}"
-    await bench.redis.set(rate, float(await bench.redis.get(rate)) - 1000 * seconds)
+    whole, noted = (float(part) - 1000 * seconds for part in (await bench.redis.get(rate)).split(b":"))
+    await bench.redis.set(rate, f"{whole:.3f}:{noted:.0f}")
 
 
 async def test_rate_allows_a_burst_and_then_one_per_interval(bench):

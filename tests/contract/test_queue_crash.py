@@ -9,7 +9,12 @@ from collections.abc import AsyncIterator
 import pytest
 from msgspec import structs
 from redis.asyncio import Redis
+from redis.exceptions import ResponseError
+from testkit.models.stepping import SteppingEngine
+from testkit.processes.roles import Deployment, eventually
+from testkit.queue.client import check as check_answers
 from testkit.queue.indexes import check
+from testkit.queue.redis_server import APPEND_ONLY, EACH_SECOND
 
 from services.errors import ConfigError, QueueUnavailable
 from services.queue.connect import check_server, command, connect, queue_errors
@@ -18,7 +23,7 @@ from services.queue.gateway_side import FIRST_ID
 
 @pytest.fixture
 def crashing(redis_server, new_redis_server):
-    server = new_redis_server(redis_server.binary, "--appendonly", "yes", "--appendfsync", "always")
+    server = new_redis_server(redis_server.binary, *APPEND_ONLY)
     server.start()
     return server
 
@@ -168,6 +173,85 @@ async def test_a_full_server_is_unavailable_and_says_why(durable):
     assert await bench.worker.publish("w", [bench.token(request, 0)]) == set()
 
 
+async def test_a_full_disk_is_unavailable_says_so_and_loses_nothing_admitted(redis_server, new_redis_server, new_bench):
+    server = new_redis_server(redis_server.binary, *EACH_SECOND)
+    server.start()
+    client = connect(server.url)
+    bench = await new_bench(client)
+    await bench.add_worker("w")
+    (request,) = await bench.run_on("w", bench.request("running"))
+    server.fill_disk()
+    admitted, refusal = [], None
+    while refusal is None:  # what finds the disk full is done, and answered; what comes after it is refused
+        try:
+            await bench.admit(bench.request(f"q{len(admitted)}"))
+            admitted.append(f"q{len(admitted)}")
+        except QueueUnavailable as error:
+            refusal = error
+    assert "cannot write to its disk" in refusal.message
+    assert refusal.retry_after_s
+    for call in (
+        bench.worker.publish("w", [bench.token(request, 0)]),
+        bench.worker.heartbeat("w", {"running": 1}),
+        bench.gateway.heartbeat(60),
+        bench.claim(),
+        bench.scheduler.reap(bench.epoch),
+        bench.gateway.cancel(["running"]),
+    ):
+        with pytest.raises(QueueUnavailable, match="cannot write to its disk"):
+            await call
+    server.free_disk()
+    await eventually(lambda: written(bench, request))
+    await eventually(lambda: nothing_unwritten(client))
+    server.kill()
+    server.start()
+    await bench.redis.connection_pool.disconnect()
+    assert await bench.state("running") == "running"
+    assert await bench.order() == admitted
+    await check(bench)
+    assert [event.index for event in await bench.events()] == [0]
+    await client.aclose()
+
+
+async def written(bench, request) -> bool:
+    try:
+        return await bench.worker.publish("w", [bench.token(request, 0)]) == set()
+    except QueueUnavailable:
+        return False
+
+
+async def nothing_unwritten(client: Redis) -> bool:
+    about = await client.info("persistence")
+    return about["aof_buffer_length"] == 0 and about["aof_last_write_status"] == "ok"
+
+
+async def test_streams_pause_while_the_disk_is_full_and_go_on(redis_server, new_redis_server):
+    server = new_redis_server(redis_server.binary, *EACH_SECOND)
+    server.start()
+    async with Deployment(server.url, max_attempts=100) as deployment:
+        deployment.scheduler()
+        worker = deployment.worker(engine=SteppingEngine(step_s=0.01))
+        client = await deployment.client()
+        streams = await client.submit(*[[n] for n in range(4)], max_tokens=60)
+        await eventually(lambda: all(len(stream.tokens) >= 5 for stream in streams))
+        server.fill_disk()
+        await eventually(lambda: refused(deployment))
+        await asyncio.sleep(2 * deployment.lease_s)  # every lease is over
+        assert not any(stream.end for stream in streams)
+        server.free_disk()
+        await eventually(lambda: all(stream.end for stream in streams), 60)
+        check_answers(streams, 60)
+        assert not worker.task.done()
+
+
+async def refused(deployment: Deployment) -> bool:
+    try:
+        await deployment.connection().set("room", 1)
+    except ResponseError as error:
+        return "MISCONF" in str(error)
+    return False
+
+
 async def test_a_replica_is_unavailable_and_says_why(durable):
     await durable.redis.replicaof("127.0.0.1", "1")
     with pytest.raises(QueueUnavailable, match="primary"):
@@ -242,8 +326,6 @@ async def test_the_server_is_checked(redis: Redis, caplog, monkeypatch):
 
 
 async def test_errors_of_our_own_are_not_hidden(redis: Redis):
-    from redis.exceptions import ResponseError
-
     with pytest.raises(ResponseError):
         await command(redis, "NO-SUCH-COMMAND")
     with pytest.raises(KeyError), queue_errors():

@@ -1,8 +1,10 @@
-"""Random walks: gateways, schedulers and workers come, go, die and forget, Redis is set back; every request still ends
-exactly once with its whole text, and no counter leaks.
+"""Random walks: gateways, schedulers and workers come, go, die and forget, Redis is set back, its clock steps; every
+request still ends exactly once with its whole text, and no counter leaks.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 from testkit.queue.indexes import check
@@ -66,6 +68,25 @@ async def test_a_redis_that_was_set_back_loses_no_request(bench, seed):
         for _ in range(world.draw.randint(1, 12)):
             await world.act(world.draw.choice([*CALM, "kill_worker", "add_worker", "expire_leases", "survey"]))
         await world.rewind(saved)
+        await check(bench)
+    await finish(world)
+    await ended_well(world)
+    assert {ends[0] for ends in world.ends.values()} <= {"stop", "cancelled", "gateway died"}
+
+
+@pytest.mark.parametrize("queue_limits", [replace(LIMITS, lease_s=0.2, stream_s=7200)])
+@pytest.mark.parametrize("seed", range(2))
+async def test_a_clock_that_steps_loses_no_request(stepping, seed):
+    """By up to half an hour, both ways: leases of ten minutes lapse at once, members renew them, in any order with the
+    leader's looks. Entries of streams keep their order."""
+    server, bench = stepping
+    world = await begin(bench, seed)
+    for _ in range(6):
+        for _ in range(world.draw.randint(5, 25)):
+            await world.act(world.draw.choice(WILD))
+        server.set_clock(world.draw.choice([-900, -300, 300, 900]))
+        for action in world.draw.sample(["reap", "survey", "beat"], 3):
+            await world.act(action)
         await check(bench)
     await finish(world)
     await ended_well(world)

@@ -2,17 +2,21 @@
 -- drain: how fast the queue empties (tokens per ms assigned, decaying mean) and how long requests take (ms).
 local DRAIN_MS = 30000
 
+-- Ms since a time that was noted; 0 where the clock has stepped back behind it.
+local function ms_since(noted) return math.max(NOW - (tonumber(noted) or NOW), 0) end
+
 local function note_assigned(tokens)
   local key = P .. 'drain'
   local v = redis.call('HMGET', key, 'rate', 'at', 'since')
-  local kept = (tonumber(v[1]) or 0) * math.exp(-(NOW - (tonumber(v[2]) or NOW)) / DRAIN_MS)
+  local kept = (tonumber(v[1]) or 0) * math.exp(-ms_since(v[2]) / DRAIN_MS)
   redis.call('HSET', key, 'rate', kept + tokens / DRAIN_MS, 'at', NOW, 'since', v[3] or NOW)
   redis.call('PEXPIRE', key, 10 * DRAIN_MS)
 end
 
 local function note_ended(r)
-  local mean = tonumber(redis.call('HGET', P .. 'drain', 'service')) or (NOW - r.admitted)
-  redis.call('HSET', P .. 'drain', 'service', mean + 0.1 * (NOW - r.admitted - mean))
+  local took = ms_since(r.admitted)
+  local mean = tonumber(redis.call('HGET', P .. 'drain', 'service')) or took
+  redis.call('HSET', P .. 'drain', 'service', mean + 0.1 * (took - mean))
   redis.call('PEXPIRE', P .. 'drain', 10 * DRAIN_MS)
 end
 
@@ -20,9 +24,9 @@ end
 local function drain_ms(tokens)
   local v = redis.call('HMGET', P .. 'drain', 'rate', 'at', 'since')
   if not v[1] then return 5000 end
-  local age = NOW - tonumber(v[3])
+  local age = ms_since(v[3])
   local seen = 1 - math.exp(-math.max(age, 1000) / DRAIN_MS) -- the mean starts from zero: correct for its youth
-  local rate = tonumber(v[1]) * math.exp(-(NOW - tonumber(v[2])) / DRAIN_MS) / seen
+  local rate = tonumber(v[1]) * math.exp(-ms_since(v[2]) / DRAIN_MS) / seen
   return tokens / math.max(rate, 1e-6)
 end
 
@@ -73,16 +77,20 @@ local function refuse_concurrency(tenant, requests, limit, to_come)
   return { 'concurrency', service / math.max(limit, 1), live }
 end
 
--- Generic cell rate algorithm: rate:<tenant> is the time at which the allowance will be whole again. A request of more
--- sequences than the burst passes when the allowance is whole, except for the one that charge.lua took when the request
--- came. together: how many sequences came together. later: how many of them calls that follow will charge.
+-- Generic cell rate algorithm: rate:<tenant> is '<when>:<noted>', the time at which the allowance will be whole again,
+-- and when that was noted: a clock that has stepped back since is behind it. (The release before writes the first alone,
+-- and takes both for a whole allowance.) A request of more sequences than the burst passes when the allowance is whole,
+-- except for the one that charge.lua took when the request came. together: how many sequences came together. later: how
+-- many of them calls that follow will charge.
 local function refuse_rate(tenant, more, interval_ms, burst, together, later)
   local key = P .. 'rate:' .. tenant
-  local whole = math.max(tonumber(redis.call('GET', key)) or NOW, NOW) + more * interval_ms
+  local noted_whole, noted = string.match(redis.call('GET', key) or '', '^([%d.]+):?(%d*)$')
+  local stepped_back = math.max((tonumber(noted) or NOW) - NOW, 0)
+  local whole = math.max((tonumber(noted_whole) or NOW) - stepped_back, NOW) + more * interval_ms
   local wait = whole + (later or 0) * interval_ms - math.max(burst, together or more) * interval_ms - NOW
   if wait > 0 then return { 'rate', wait, 0 } end
   if more == 0 then return nil end
-  redis.call('SET', key, whole, 'PX', math.ceil(whole - NOW))
+  redis.call('SET', key, string.format('%.3f:%.0f', whole, NOW), 'PX', math.ceil(whole - NOW))
 end
 
 -- Nil if the tenant may add requests of that many tokens, else {bound, wait in ms, count}. charge: {sequences to charge

@@ -50,7 +50,7 @@ for i = 3, #ARGV, 4 do
   elseif ours then
     requeue(r)
   end
-  answer[#answer + 1] = lease_ms and NOW - r.queued_at or -1
+  answer[#answer + 1] = lease_ms and math.max(NOW - r.queued_at, 0) or -1
 end
 rebalance_undone()
 return answer

