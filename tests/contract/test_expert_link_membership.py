@@ -22,7 +22,7 @@ import pytest
 import torch
 from testkit.fabric.replicas import GPU_KINDS, KINDS, GpuSeats, Seats, Server, ThreadSeats
 from testkit.fabric.tcp import FAST, SECRET, hello, scaled, seat_of, table_of
-from testkit.processes.servers import wait_until
+from testkit.waiting import until
 from torch import Tensor
 
 from services.errors import ExpertUnavailable
@@ -82,7 +82,7 @@ class Cluster:
         self.servers[number] = group, server
         self._announce()
         if self.link is not None:
-            wait_until(lambda: number in self.link.usable(), JOIN_S, "the newcomer is usable", every_s=0.002)
+            until(lambda: number in self.link.usable(), "the newcomer is usable", every_s=0.002)
 
     def leave(self, number: int) -> None:
         _, server = self.servers.pop(number)

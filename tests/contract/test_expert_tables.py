@@ -7,6 +7,7 @@ import asyncio
 import pytest
 from redis.asyncio import Redis
 from testkit.fabric.expert_floor import GROUPS, LEASE_S, WAITING, table
+from testkit.waiting import LIMIT_S
 
 from services.errors import QueueUnavailable, StaleTable
 from services.messages import SeatReport
@@ -72,7 +73,7 @@ async def test_waiting_readers_wake_all(floor, redis_server):
 
 async def blocked(redis: Redis, count: int) -> None:
     """Waits until ``count`` clients wait in blocking reads."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(LIMIT_S):
         while (await redis.info("clients"))["blocked_clients"] < count:
             await asyncio.sleep(0.005)
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import pytest
 from msgspec import structs
 from testkit.fabric.expert_floor import Floor, expert
+from testkit.waiting import LIMIT_S
 
 from services.attention.routing_table import TableFollower
 from services.errors import CheckpointError, QueueUnavailable, StaleLeader
@@ -92,20 +93,20 @@ class Stage:
         return worker
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(LIMIT_S):
             while not condition():
                 await self.placement.turn(self.floor.e)
                 await asyncio.sleep(0.01)
 
     async def until_seats(self, workers: set[str]) -> None:
         """Without a turn of the leader."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(LIMIT_S):
             while set(await self.floor.seats()) != workers:
                 await asyncio.sleep(0.01)
 
     async def until_listed(self, *workers: str) -> None:
         """A worker that calls itself ready has yet to report it to Redis, where the leader reads it."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(LIMIT_S):
             while (table := await self.floor.reader.read_table()) is None or sorted(
                 seat.worker for seat in table.seats
             ) != sorted(workers):
@@ -156,7 +157,7 @@ async def test_workers_get_groups_load_them_and_are_listed_with_their_ports(floo
         assert await stage.listed() == {"a": workers[0].serving.port, "b": workers[1].serving.port}
         assert {worker.held.group.number for worker in workers} == {0, 1}
         seats = {worker.seat for worker in workers}
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(LIMIT_S):
             while (await floor.registry.rows()).keys() != seats:
                 await asyncio.sleep(0.01)
 

@@ -8,9 +8,10 @@ from functools import partial
 import pytest
 from redis.asyncio import Redis
 from testkit.models.stepping import SteppingEngine
-from testkit.processes.roles import Deployment, eventually
+from testkit.processes.roles import Deployment
 from testkit.queue.client import check, finish
 from testkit.queue.sentinels import PASSWORD, Watched, watched_redis
+from testkit.waiting import eventually
 
 from services.config.redis_url import SentinelUrl
 from services.errors import ConfigError, QueueUnavailable

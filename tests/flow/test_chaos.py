@@ -18,7 +18,8 @@ import httpx
 import pytest
 import redis
 from testkit.models.checkpoints import VOCAB, save_checkpoint
-from testkit.processes.servers import Bench, Proc, Server, bench, free_port, wait_until
+from testkit.processes.servers import Bench, Proc, Server, bench, free_port
+from testkit.waiting import until
 
 REQUESTS = 200
 CONCURRENT = 24
@@ -73,8 +74,8 @@ class Cluster:
         """Until nobody waits for the dead any more, and all who were started again are there."""
         self.server.wait_ready()
         with redis.Redis(port=self.redis_port) as client:
-            wait_until(lambda: client.zcard("{expertmesh}:workers") == WORKERS, 60, "both workers, and no dead one")
-            wait_until(lambda: client.zcard("{expertmesh}:leases") == 0, 3 * LEASE_S, "no lease left behind")
+            until(lambda: client.zcard("{expertmesh}:workers") == WORKERS, "both workers, and no dead one")
+            until(lambda: client.zcard("{expertmesh}:leases") == 0, "no lease left behind")
 
 
 def start_cluster(stage: Bench, model: Path) -> Cluster:

@@ -11,7 +11,8 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from testkit.processes.servers import Server, bench, metric_sum, wait_until
+from testkit.processes.servers import Server, bench, metric_sum
+from testkit.waiting import until
 
 PROMPT = list(range(3, 203))
 
@@ -23,7 +24,7 @@ def blocks_in_use(client: httpx.Client) -> float:
 def wait_for_blocks(client: httpx.Client, busy: bool) -> float:
     """Seconds until KV blocks are (not) in use."""
     start = time.monotonic()
-    wait_until(lambda: (blocks_in_use(client) > 0) == busy, 30, f"KV blocks in use: {busy}", every_s=0.0)
+    until(lambda: (blocks_in_use(client) > 0) == busy, f"KV blocks in use: {busy}", every_s=0.0)
     return time.monotonic() - start
 
 
@@ -81,5 +82,5 @@ def test_a_thousand_requests_against_a_queue_of_a_hundred(tiny: Path, tmp_path: 
             else:
                 assert response.json()["usage"]["completion_tokens"] == 24
         assert after - before < 40, f"memory grew from {before:.0f} to {after:.0f} MiB"
-        wait_until(lambda: server.metric("expertmesh_queue_requests") == 0, 20, "the queue's gauge follows")
+        until(lambda: server.metric("expertmesh_queue_requests") == 0, "the queue's gauge follows")
         assert server.metric("expertmesh_kv_blocks", state="used") == 0

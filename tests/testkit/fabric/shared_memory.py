@@ -23,7 +23,7 @@ from services.fabric.tcp.link import TcpLink
 from services.fabric.tcp.server import ExpertServer
 from services.model.experts import ExpertWeights
 from services.routing import RoutingTable, ShardGroup
-from testkit.fabric.tcp import FAST, SECRET, Compute, facts_of, hello, part_of, serve, served
+from testkit.fabric.tcp import CALM, SECRET, Compute, facts_of, hello, part_of, serve, served
 
 CPU = torch.device("cpu")
 SLOTS, ROWS = 8, 64
@@ -141,7 +141,7 @@ def linked_shared(
     tensors = getattr(torch, dtype)
     link = SharedMemoryLink(
         lambda extension: TcpLink(
-            table, Facts(hello=hello(hidden, dtype), secret=SECRET, timing=FAST, lanes=lanes), extension=extension,
+            table, Facts(hello=hello(hidden, dtype), secret=SECRET, timing=CALM, lanes=lanes), extension=extension,
             call_s=call_s, unavailable_s=unavailable_s, reduced=not unsummed,
         ),
         table,

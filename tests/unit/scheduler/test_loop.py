@@ -7,9 +7,10 @@ import time
 
 import pytest
 from testkit.models.stepping import SteppingEngine
-from testkit.processes.roles import KEYS, Deployment, RunningScheduler, eventually
+from testkit.processes.roles import KEYS, Deployment, RunningScheduler
 from testkit.queue.client import check, finish
 from testkit.queue.redis_server import RedisServer
+from testkit.waiting import LIMIT_S, eventually
 
 from services.errors import StaleLeader
 from services.queue.scheduler_side import SchedulerQueue
@@ -180,7 +181,7 @@ async def test_tokens_bound_the_credit_too(server: RedisServer) -> None:
         client = await deployment.client()
         streams = await client.submit(*PROMPTS[:6], max_tokens=20)  # 23 tokens each: two at a time
         peak = 0
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(LIMIT_S):
             while not all(stream.end for stream in streams):
                 peak = max(peak, len(worker.worker.held()))
                 await asyncio.sleep(0.001)

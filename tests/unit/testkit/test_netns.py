@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from testkit.processes.iproute import delay_obstacle, obstacle, run
 from testkit.processes.netns import Host, Network, open_network, sweep
-from testkit.processes.servers import wait_until
+from testkit.waiting import until
 
 ECHO = """
 import socket, sys
@@ -134,9 +134,9 @@ def test_what_a_killed_test_left_behind_is_swept(network: Network) -> None:
     killed.stdin.close()
     assert killed.wait(10) == -9  # from now on any process may sweep, not this one alone
     sweep()
-    wait_until(lambda: namespace not in run("ip", "netns"), 10, "its namespace is gone")
+    until(lambda: namespace not in run("ip", "netns"), "its namespace is gone")
     assert mine.namespace in run("ip", "netns"), "another test's hosts stay"
-    wait_until(lambda: not _runs(pid), 10, "its process is gone")
+    until(lambda: not _runs(pid), "its process is gone")
 
 
 def _runs(pid: str) -> bool:

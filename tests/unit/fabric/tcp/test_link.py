@@ -13,6 +13,7 @@ import msgspec
 import pytest
 import torch
 from testkit.fabric.tcp import Compute, double, linked, part_of, seat_of, send, serve, table_of, tcp_link
+from testkit.waiting import until
 from torch import Tensor
 
 from services.errors import ExpertUnavailable, FingerprintMismatch
@@ -56,13 +57,6 @@ class Latch:
         self.entered.release()
         assert self.open.wait(30)
         return self._compute(layer, x_TD, ids_TK, weights_TK)
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def dispatch(link: TcpLink, rows: int, layer: int = 0):  # type: ignore[no-untyped-def]
