@@ -10,6 +10,7 @@ import pytest
 from msgspec import structs
 from redis.asyncio import Redis
 from testkit.queue.indexes import check
+from testkit.waiting import LIMIT_S
 
 from services.errors import ConfigError, QueueUnavailable
 from services.queue.connect import check_server, command, connect, queue_errors
@@ -87,11 +88,11 @@ async def test_a_torn_file_holds_whole_steps_only(crashing, durable, cut):
 
 
 async def test_a_blocked_read_ends_when_the_server_dies(crashing, durable):
-    reading = asyncio.create_task(durable.gateway.follow(FIRST_ID, 2000))
+    reading = asyncio.create_task(durable.gateway.follow(FIRST_ID, 600_000))
     await asyncio.sleep(0.05)
     crashing.kill()
     with pytest.raises(QueueUnavailable):
-        await asyncio.wait_for(reading, 1)
+        await asyncio.wait_for(reading, LIMIT_S)
 
 
 async def test_an_emptied_redis_is_filled_again_by_its_members(durable):

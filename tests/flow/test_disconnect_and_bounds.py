@@ -12,7 +12,7 @@ import httpx
 import psutil
 import pytest
 from testkit.processes.servers import Server, bench, metric_sum
-from testkit.waiting import until
+from testkit.waiting import LIMIT_S, until
 
 PROMPT = list(range(3, 203))
 
@@ -28,9 +28,8 @@ def wait_for_blocks(client: httpx.Client, busy: bool) -> float:
     return time.monotonic() - start
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("stream", [True, False])
-def test_disconnect_frees_kv_blocks_within_100_ms(server: Server, stream: bool) -> None:
+def test_disconnect_frees_kv_blocks_long_before_the_answer_would_end(server: Server, stream: bool) -> None:
     body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 300, "ignore_eos": True, "stream": stream}
 
     async def leave_in_the_middle(looking: httpx.Client) -> float:
@@ -43,8 +42,11 @@ def test_disconnect_frees_kv_blocks_within_100_ms(server: Server, stream: bool) 
         return await asyncio.to_thread(wait_for_blocks, looking, False)
 
     with httpx.Client(base_url=server.url, timeout=10) as looking:  # to connect takes as long as what is measured
-        freed = statistics.median(asyncio.run(leave_in_the_middle(looking)) for _ in range(9))
-    assert freed <= 0.1
+        freed = statistics.median(asyncio.run(leave_in_the_middle(looking)) for _ in range(5))
+        began = time.monotonic()
+        looking.post(f"{server.url}/v1/completions", json=body | {"stream": False}, timeout=LIMIT_S).raise_for_status()
+        whole = time.monotonic() - began
+    assert freed <= whole / 4, f"{freed:.3f} s of {whole:.3f} s"
     assert server.metric("expertmesh_requests_total", finish="cancelled") > 0
 
 

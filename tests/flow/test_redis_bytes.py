@@ -75,6 +75,7 @@ def stage(tmp_path: Path) -> Iterator[Bench]:
         yield running
 
 
+@pytest.mark.night
 def test_bytes_per_token_do_not_grow_with_the_model(stage: Bench, tmp_path: Path) -> None:
     costs, weights = [], []
     for name, changes in (("small", SMALL), ("large", LARGE)):

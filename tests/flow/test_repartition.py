@@ -19,7 +19,7 @@ UNEVEN = "verse"
 """The domain whose rows are spread least evenly over the two groups, layer by layer: most others are within what a cut
 has to save (records/load.json)."""
 
-pytestmark = pytest.mark.alone
+pytestmark = [pytest.mark.alone, pytest.mark.night]
 
 
 def table_of(client: redis.Redis) -> RoutingTable:

@@ -59,6 +59,11 @@ class Deployment:
         roles = {role: metric_sum(page, "expertmesh_wanted_replicas", role=role) for role in ("attention", "gateway")}
         return shards | roles
 
+    def is_held_up_by_the_slow_shard(self) -> bool:
+        page = self.page()
+        busy = [metric_sum(page, "expertmesh_shard_busy_ratio", shard=shard) for shard in "01"]
+        return busy[0] > 0.5 > busy[1] and metric_sum(page, "expertmesh_shard_stall_ratio", shard="0") > 0.5
+
     def ask(self, tokens: int) -> None:
         body = {"model": "tiny", "prompt": [3, 1, 4], "max_tokens": tokens, "ignore_eos": True, "temperature": 0}
         httpx.post(f"{self.server.url}/v1/completions", json=body, timeout=120).raise_for_status()
@@ -88,10 +93,8 @@ def test_the_shard_that_is_waited_for_grows_then_all_sleep_and_wake_together(tin
         awake = {"0": 1, "1": 1, "attention": 1, "gateway": 1}
         with mesh.load():
             until(lambda: mesh.wanted()["0"] == 2, "two seats of the slow shard are wanted")
-            until(lambda: mesh.series("expertmesh_shard_busy_ratio", shard="0") > 0.5, "its seat is busy")
-            assert mesh.wanted() == awake | {"0": 2}
-            assert mesh.series("expertmesh_shard_stall_ratio", shard="0") > 0.5
-            assert mesh.series("expertmesh_shard_busy_ratio", shard="1") < 0.5
+            until(mesh.is_held_up_by_the_slow_shard, "its seat is busy and waited for, the other one is not")
+            assert mesh.wanted()["1"] == 1
         idle_since = time.monotonic()
         until(lambda: mesh.wanted() == awake | {"0": 0, "1": 0, "attention": 0}, "the model sleeps whole")
         assert time.monotonic() - idle_since >= SLEEP_AFTER_S - 1.5  # the leader looks each second
@@ -100,5 +103,5 @@ def test_the_shard_that_is_waited_for_grows_then_all_sleep_and_wake_together(tin
         asking = threading.Thread(target=mesh.ask, args=(200,))
         asking.start()
         until(lambda: all(mesh.wanted().values()), "a request wakes it", every_s=0.1)
-        assert mesh.wanted() == awake
+        until(lambda: mesh.wanted() == awake, "one of each is enough")
         asking.join()
