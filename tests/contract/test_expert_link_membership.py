@@ -197,13 +197,13 @@ def rows(link: Any) -> Any:
 
 def test_a_server_that_never_answers_costs_the_deadline(mute: Mute, seats: Seats) -> None:
     _, well = seats.serve(ALL)
-    call_s = 1.5  # the well one has to answer by then
+    call_s = 5.0  # the well one has to answer by then
     with seats.linked(table_of(seat_of(mute.server, 0), seat_of(well, 1)), call_s=call_s) as link:
         assert timed(lambda: link.combine(rows(link))) > call_s - 0.05
         asked = mute.asked
         mute.release.set()
         link.combine(rows(link))
-        assert mute.asked == asked == 1, "it takes no calls for a while"
+        assert mute.asked == asked, "it takes no calls for a while"
     well.close()
 
 

@@ -138,7 +138,7 @@ async def stage_of(floor: Floor, groups: int) -> AsyncIterator[Stage]:
 
 @pytest.fixture(autouse=True)
 def _frequent_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.experts.worker.HEARTBEATS_PER_LEASE", 160)
+    monkeypatch.setattr("services.experts.worker.HEARTBEATS_PER_LEASE", 80)
 
 
 @pytest.mark.parametrize(
