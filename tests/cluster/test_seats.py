@@ -126,10 +126,9 @@ async def test_a_worker_that_is_killed_is_started_again_in_its_pod(release: Rele
         back = until(lambda: len(_workers(release, pod) - {victim}) == WORKERS, 120, "another one has its place")
         back += until(lambda: _ready(pod), 240, "all workers of the pod are ready again")
 
-    outcome = await release.under_load(kill, lead_s=LEAD_S)
+    outcome = await release.under_load(kill, lead_s=LEAD_S, least=6)
     print(f"\none worker of {WORKERS} killed: ready again after {back:.0f} s; {outcome}")
     assert (outcome.failed, outcome.wrong) == ([], [])
-    assert outcome.finished > 5
     [after] = release.pods("attention")
     assert after["metadata"]["uid"] == pod["metadata"]["uid"]
     assert [each["restartCount"] for each in after["status"]["containerStatuses"]] == [0]
@@ -155,7 +154,6 @@ async def test_a_pod_of_two_goes_and_nothing_is_lost_or_changed(two_pods: Releas
         two_pods.cluster.kubectl("-n", two_pods.namespace, "delete", "pod", name, "--wait=false", *how)
         back = until(lambda: _whole(two_pods, 2, without=name), 300, "another pod has its place, and is ready")
 
-    outcome = await two_pods.under_load(remove, lead_s=LEAD_S)
+    outcome = await two_pods.under_load(remove, lead_s=LEAD_S, least=6)
     print(f"\none pod of two {'killed' if how else 'ended'}: whole again after {back:.0f} s; {outcome}")
     assert (outcome.failed, outcome.wrong) == ([], [])
-    assert outcome.finished > 5

@@ -22,13 +22,12 @@ import pytest
 import torch
 from testkit.fabric.replicas import GPU_KINDS, KINDS, GpuSeats, Seats, Server, ThreadSeats
 from testkit.fabric.tcp import FAST, SECRET, hello, scaled, seat_of, table_of
-from testkit.processes.servers import wait_until
+from testkit.waiting import LIMIT_S, until
 from torch import Tensor
 
 from services.errors import ExpertUnavailable
 from services.fabric.tcp import handshake as tcp_handshake
 from services.fabric.tcp.frames import Echo, Kind, Limits, frame_parts, message_of, read_frame
-from services.fabric.tcp.server import ExpertServer
 from services.fabric.tcp.stream import Stream
 from services.routing import RoutingTable, Seat, even_groups
 
@@ -82,12 +81,12 @@ class Cluster:
         self.servers[number] = group, server
         self._announce()
         if self.link is not None:
-            wait_until(lambda: number in self.link.usable(), JOIN_S, "the newcomer is usable", every_s=0.002)
+            until(lambda: number in self.link.usable(), "the newcomer is usable", every_s=0.002)
 
     def leave(self, number: int) -> None:
         _, server = self.servers.pop(number)
         self._announce()
-        assert server.drain(5)
+        assert server.drain(LIMIT_S)
 
     def kill(self, number: int) -> None:
         """It is announced later, if at all: with the next change."""
@@ -140,10 +139,9 @@ class Load(threading.Thread):
 
 
 def test_sums_stay_right_while_replicas_join_leave_and_die(all_seats: Seats) -> None:
-    seed = random.randrange(2**31)
-    print(f"seed {seed}")
+    seed = 20
     draw, cluster = random.Random(seed), Cluster(all_seats)
-    with all_seats.linked(cluster.table(), unavailable_s=10, call_s=10) as link:
+    with all_seats.linked(cluster.table(), unavailable_s=LIMIT_S, call_s=LIMIT_S) as link:
         cluster.link = link
         loads = [Load(link, seed + index) for index in range(all_seats.threads)]
         for load in loads:
@@ -151,12 +149,12 @@ def test_sums_stay_right_while_replicas_join_leave_and_die(all_seats: Seats) -> 
         try:
             for _ in range(CHANGES):
                 for _ in range(draw.randrange(4)):
-                    assert draw.choice(loads).done.acquire(timeout=20)
+                    assert draw.choice(loads).done.acquire(timeout=LIMIT_S)
                 cluster.change(draw)
         finally:
             for load in loads:
                 load.stop.set()
-                load.join(20)
+                load.join(LIMIT_S)
             cluster.close()
     assert [load.error for load in loads] == [None] * len(loads)
     all_seats.check(link)
@@ -166,23 +164,24 @@ class Mute:
     """Greets as an expert worker does, echoes, accepts whatever comes and never answers."""
 
     def __init__(self, seats: Seats) -> None:
-        self._release = threading.Event()
+        self.asked, self.release = 0, threading.Event()
         self.number, self.server = seats.serve(ALL, compute=self._wait)
 
     def _wait(self, _layer: int, x_TD: Tensor, *_: Tensor) -> Tensor:
-        self._release.wait(20)
+        self.asked += 1
+        self.release.wait(2 * LIMIT_S)
         return x_TD
 
     def close(self) -> None:
-        self._release.set()
+        self.release.set()
         self.server.close()
 
 
 @pytest.fixture
-def mute(seats: Seats) -> Iterator[ExpertServer]:
+def mute(seats: Seats) -> Iterator[Mute]:
     """Seat 0."""
     one = Mute(seats)
-    yield one.server
+    yield one
     one.close()
 
 
@@ -196,21 +195,24 @@ def rows(link: Any) -> Any:
     return link.dispatch(0, torch.ones(3, 4), torch.zeros(3, 1).long(), torch.ones(3, 1))
 
 
-def test_a_server_that_never_answers_costs_the_deadline(mute: ExpertServer, seats: Seats) -> None:
+def test_a_server_that_never_answers_costs_the_deadline(mute: Mute, seats: Seats) -> None:
     _, well = seats.serve(ALL)
-    call_s = 1.5
-    with seats.linked(table_of(seat_of(mute, 0), seat_of(well, 1)), call_s=call_s) as link:
-        assert call_s - 0.05 < timed(lambda: link.combine(rows(link))) < 2 * call_s
-        assert timed(lambda: link.combine(rows(link))) < call_s - 0.05  # it takes no calls for a while
+    call_s = 5.0  # the well one has to answer by then
+    with seats.linked(table_of(seat_of(mute.server, 0), seat_of(well, 1)), call_s=call_s) as link:
+        assert timed(lambda: link.combine(rows(link))) > call_s - 0.05
+        asked = mute.asked
+        mute.release.set()
+        link.combine(rows(link))
+        assert mute.asked == asked, "it takes no calls for a while"
     well.close()
 
 
-def test_without_a_replica_the_wait_ends_typed(mute: ExpertServer, seats: Seats) -> None:
-    with seats.linked(table_of(seat_of(mute, 0)), call_s=0.2, unavailable_s=0.3) as link:
+def test_without_a_replica_the_wait_ends_typed(mute: Mute, seats: Seats) -> None:
+    with seats.linked(table_of(seat_of(mute.server, 0)), call_s=0.2, unavailable_s=0.3) as link:
         began = time.monotonic()
         with pytest.raises(ExpertUnavailable, match="shard group 0 could compute layer 0") as caught:
             link.combine(rows(link))
-        assert 0.45 < time.monotonic() - began < 20
+        assert time.monotonic() - began > 0.45
     assert caught.value.retryable
 
 
@@ -220,8 +222,8 @@ def test_a_peer_that_vanishes_is_noticed_by_its_silence(seats: Seats) -> None:
 
     def vanish() -> None:
         sock, _ = listener.accept()
-        stream = Stream(sock, silence_s=5, name="link")
-        tcp_handshake.admit(stream, SECRET, hello(seat=1), time.monotonic() + 5)
+        stream = Stream(sock, silence_s=LIMIT_S, name="link")
+        tcp_handshake.admit(stream, SECRET, hello(seat=1), time.monotonic() + LIMIT_S)
         echo = read_frame(stream, Limits(4096, 1 << 16))
         stream.send(frame_parts(Kind.ECHO, message_of(echo, Echo), [echo.payload]))
         kept.append(stream)
@@ -233,8 +235,8 @@ def test_a_peer_that_vanishes_is_noticed_by_its_silence(seats: Seats) -> None:
     host, port = listener.getsockname()
     ghost = Seat(number=number + 1, worker=f"experts-{number + 1}", group=0, host=host, port=port)
     table = table_of(ghost, seat_of(well, number))
-    with seats.linked(table, call_s=30, unavailable_s=30, without=1) as link:
-        assert timed(lambda: link.combine(rows(link))) < FAST.silence_s + 10
+    with seats.linked(table, timing=FAST, call_s=600, unavailable_s=600, without=1) as link:
+        assert timed(lambda: link.combine(rows(link))) < LIMIT_S
     well.close()
     listener.close()
     for stream in kept:
@@ -266,11 +268,11 @@ def test_a_process_killed_in_the_middle_of_a_call(kind: str) -> None:
         assert worker.stdout is not None
         host, port = worker.stdout.readline().split()
         victim = Seat(number=0, worker="experts-0", group=0, host=host, port=int(port))
-        with seats.linked(table_of(victim, seat_of(well, number)), call_s=20, unavailable_s=20) as link:
+        with seats.linked(table_of(victim, seat_of(well, number)), call_s=600, unavailable_s=600) as link:
             killing = threading.Timer(KILL_S, worker.send_signal, [signal.SIGKILL])
             found: list[Tensor] = []
             # it waits for a line that never comes
-            assert KILL_S / 2 < timed(lambda: (killing.start(), found.append(link.combine(rows(link))))) < KILL_S + 10
+            assert KILL_S / 2 < timed(lambda: (killing.start(), found.append(link.combine(rows(link))))) < LIMIT_S
             assert torch.equal(found[0], torch.ones(3, 4))
             assert link.usable() == (number,)
     finally:

@@ -8,6 +8,7 @@ from unittest.mock import AsyncMock
 import pytest
 from msgspec import structs
 from testkit.fabric.expert_floor import GROUPS, LEASE_S, WAITING, expert, table
+from testkit.waiting import LIMIT_S
 
 from services.errors import FingerprintMismatch, QueueUnavailable, StaleLeader
 from services.messages import SeatReport, SeatRows
@@ -285,7 +286,7 @@ async def test_after_redis_was_away_nobody_is_reaped_for_one_lease(durable_floor
     assert await floor.reader.read_table() == made
     assert (await floor.registry.table_epochs()).oldest == made.epoch
     assert (await floor.experts.heartbeat("e1", WAITING)).number == numbers[0]
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(LIMIT_S):
         while (report := await floor.registry.reap(floor.e)).held:
             await asyncio.sleep(0.05)
     assert (report.seats, report.readers) == ((numbers[1],), 1)

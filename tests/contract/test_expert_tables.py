@@ -7,6 +7,7 @@ import asyncio
 import pytest
 from redis.asyncio import Redis
 from testkit.fabric.expert_floor import GROUPS, LEASE_S, WAITING, table
+from testkit.waiting import LIMIT_S
 
 from services.errors import QueueUnavailable, StaleTable
 from services.messages import SeatReport
@@ -60,35 +61,35 @@ async def test_waiting_readers_wake_all(floor, redis_server):
     await floor.registry.publish_table(floor.e, table(3))
     clients = [connect(redis_server.url) for _ in range(3)]
     waits = [
-        asyncio.create_task(TableReader(client, floor.keys).read_table(known, 2000))
+        asyncio.create_task(TableReader(client, floor.keys).read_table(known, 600_000))
         for client, known in zip(clients, (3, 4, 4), strict=True)
     ]
     await blocked(floor.redis, 3)
     await floor.registry.publish_table(floor.e, table(5))
-    assert await asyncio.wait_for(asyncio.gather(*waits), 1) == [table(5)] * 3
+    assert await asyncio.wait_for(asyncio.gather(*waits), LIMIT_S) == [table(5)] * 3
     for client in clients:
         await client.aclose()
 
 
 async def blocked(redis: Redis, count: int) -> None:
     """Waits until ``count`` clients wait in blocking reads."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(LIMIT_S):
         while (await redis.info("clients"))["blocked_clients"] < count:
             await asyncio.sleep(0.005)
 
 
 async def test_a_wait_for_a_table_ends(floor):
-    assert await asyncio.wait_for(floor.reader.read_table(0, 20), 1) is None
+    assert await asyncio.wait_for(floor.reader.read_table(0, 20), LIMIT_S) is None
 
 
 async def test_a_waiting_reader_learns_of_a_table_after_a_reconnect(durable_floor):
     server, floor = durable_floor
     made = await floor.publish()
-    reading = asyncio.create_task(floor.reader.read_table(made.epoch, 2000))
+    reading = asyncio.create_task(floor.reader.read_table(made.epoch, 600_000))
     await blocked(floor.redis, 1)
     server.kill()
     with pytest.raises(QueueUnavailable):
-        await asyncio.wait_for(reading, 1)
+        await asyncio.wait_for(reading, LIMIT_S)
     server.start()
     newer = await floor.publish()
     assert await floor.reader.read_table(made.epoch) == newer

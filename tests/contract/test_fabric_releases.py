@@ -9,7 +9,8 @@ import torch
 from testkit.fabric.tcp import linked, seat_of, send, serve, table_of
 from testkit.processes.earlier import LAST_RELEASE, ROOT, has_history, unpack
 from testkit.processes.release_processes import peer
-from testkit.processes.servers import free_port, wait_until
+from testkit.processes.servers import free_port
+from testkit.waiting import until
 
 from services.fabric.tcp.peer import Timing
 from services.fabric.tcp.versions import SPOKEN, Versions
@@ -75,7 +76,7 @@ def test_experts_of_the_last_release_are_refused_by_name_and_live(last: Path) ->
         seat = Seat(number=0, worker="experts-0", group=0, host="127.0.0.1", port=older.hear()["port"])
         with linked(table_of(seat), spoken=LATER, timing=GENEROUS, ready=False) as link:
             (only,) = link._seats.links.values()
-            wait_until(lambda: only.problem is not None, 60, "the seat is refused")
+            until(lambda: only.problem is not None, "the seat is refused")
             assert type(only.problem).__name__ == "ProtocolMismatch"
             assert "(release 0) speaks version 1" in only.problem.message
             assert "(release 0) versions 2 to 3" in only.problem.message

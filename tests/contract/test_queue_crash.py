@@ -11,10 +11,11 @@ from msgspec import structs
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 from testkit.models.stepping import SteppingEngine
-from testkit.processes.roles import Deployment, eventually
+from testkit.processes.roles import Deployment
 from testkit.queue.client import check as check_answers
 from testkit.queue.indexes import check
 from testkit.queue.redis_server import APPEND_ONLY, EACH_SECOND
+from testkit.waiting import LIMIT_S, eventually
 
 from services.errors import ConfigError, QueueUnavailable
 from services.queue.connect import check_server, command, connect, queue_errors
@@ -92,11 +93,11 @@ async def test_a_torn_file_holds_whole_steps_only(crashing, durable, cut):
 
 
 async def test_a_blocked_read_ends_when_the_server_dies(crashing, durable):
-    reading = asyncio.create_task(durable.gateway.follow(FIRST_ID, 2000))
+    reading = asyncio.create_task(durable.gateway.follow(FIRST_ID, 600_000))
     await asyncio.sleep(0.05)
     crashing.kill()
     with pytest.raises(QueueUnavailable):
-        await asyncio.wait_for(reading, 1)
+        await asyncio.wait_for(reading, LIMIT_S)
 
 
 async def test_an_emptied_redis_is_filled_again_by_its_members(durable):
@@ -239,7 +240,7 @@ async def test_streams_pause_while_the_disk_is_full_and_go_on(redis_server, new_
         await asyncio.sleep(2 * deployment.lease_s)  # every lease is over
         assert not any(stream.end for stream in streams)
         server.free_disk()
-        await eventually(lambda: all(stream.end for stream in streams), 60)
+        await eventually(lambda: all(stream.end for stream in streams))
         check_answers(streams, 60)
         assert not worker.task.done()
 

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 from msgspec import structs
+from testkit.waiting import LIMIT_S
 
 from services.messages import Cancel
 from services.queue.gateway_side import FIRST_ID
@@ -219,7 +220,7 @@ async def test_nothing_is_reclaimed_while_a_hold_is_on(bench):
 
 async def until_reclaimed(bench):
     """The first report after a hold. Whoever asks so often starts none, but for a machine that stands still."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(LIMIT_S):
         while (report := await bench.scheduler.reap(bench.epoch)).held:
             await asyncio.sleep(0.02)
     return report

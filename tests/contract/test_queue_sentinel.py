@@ -8,9 +8,10 @@ from functools import partial
 import pytest
 from redis.asyncio import Redis
 from testkit.models.stepping import SteppingEngine
-from testkit.processes.roles import Deployment, eventually
+from testkit.processes.roles import Deployment
 from testkit.queue.client import check, finish
 from testkit.queue.sentinels import PASSWORD, Watched, watched_redis
+from testkit.waiting import LIMIT_S, eventually
 
 from services.config.redis_url import SentinelUrl
 from services.errors import ConfigError, QueueUnavailable
@@ -27,14 +28,14 @@ def watched():
 
 
 async def test_requests_pause_at_a_failover_and_go_on_with_the_same_tokens(watched: Watched) -> None:
-    async with Deployment(watched.url, lease_s=2.0, max_attempts=8) as deployment:
+    async with Deployment(watched.url, max_attempts=8) as deployment:
         deployment.worker(engine=SteppingEngine(step_s=0.05))
         scheduler = deployment.scheduler()
         client = await deployment.client()
-        streams = await client.submit(*PROMPTS, max_tokens=80)
+        streams = await client.submit(*PROMPTS, max_tokens=80, timeout_s=600)
         await streams[0].first_token.wait()
         await asyncio.to_thread(watched.kill_primary)
-        await finish(streams, timeout_s=60)
+        await finish(streams, timeout_s=3 * LIMIT_S)
         check(streams, 80)
         later = await client.submit([99], max_tokens=3)
         await finish(later)

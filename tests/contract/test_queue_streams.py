@@ -6,6 +6,7 @@ import asyncio
 import time
 
 import pytest
+from testkit.waiting import LIMIT_S
 
 from services.messages import Cancel, PromptScores, TokenEvent
 from services.queue.connect import MAX_BLOCK_MS
@@ -221,7 +222,7 @@ async def test_a_full_server_is_emptied_by_who_reads_its_streams(bench):
     await bench.redis.config_set("maxmemory", 1)
     try:
         assert [event.index for event in await bench.events()] == list(range(200))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(LIMIT_S):
             last_id = bench.read_to("g1")
             while await bench.redis.xlen(bench.keys.results("g1")) > 1:
                 await bench.gateway.follow(last_id, 0)

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 import pytest
 from testkit.fabric.expert_floor import Floor
 from testkit.models.stepping import SteppingEngine, continuation
-from testkit.processes.roles import Deployment, eventually
+from testkit.processes.roles import Deployment
 from testkit.queue.client import Stream, check
 from testkit.queue.redis_server import RedisServer
+from testkit.waiting import eventually
 
 from services.errors import ConcurrencyLimited, RateLimited
 from services.queue.clock import RedisClock
@@ -50,7 +51,7 @@ async def test_requests_run_to_their_end(redis_server: RedisServer) -> None:
         deployment.worker()
         client = await deployment.client()
         streams: list[Stream] = await client.submit(*[[n] for n in range(8)], max_tokens=50, timeout_s=60)
-        await eventually(lambda: all(stream.end for stream in streams), 30)
+        await eventually(lambda: all(stream.end for stream in streams))
         assert [stream.tokens for stream in streams] == [continuation([n], 50) for n in range(8)]
         assert scheduler.value("reclaimed_leases_total", outcome="lost") == 0
 
@@ -61,7 +62,7 @@ async def test_a_request_that_has_no_time_left_ends(redis_server: RedisServer) -
         deployment.scheduler()
         client = await deployment.client()
         (stream,) = await client.submit([1], timeout_s=0.3)
-        await eventually(lambda: stream.end, 30)
+        await eventually(lambda: stream.end)
         assert stream.end is not None
         assert stream.end.error is not None
         assert stream.end.error.code == "deadline_exceeded"
@@ -93,12 +94,12 @@ async def test_requests_and_their_members_outlast_steps_of_redis_own_clock(
         client = await deployment.client()
         streams = await client.submit(*[[n] for n in range(4)], max_tokens=60, timeout_s=3 * HOUR_S)
         for seen, ahead in ((5, HOUR_S), (15, -HOUR_S), (25, -2 * HOUR_S), (35, 0)):
-            await eventually(lambda seen=seen: all(len(stream.tokens) >= seen for stream in streams), 60)
+            await eventually(lambda seen=seen: all(len(stream.tokens) >= seen for stream in streams))
             server.set_clock(ahead)
-        await eventually(lambda: all(stream.end for stream in streams), 60)
+        await eventually(lambda: all(stream.end for stream in streams))
         check(streams, 60)
         (late,) = await client.submit([9], max_tokens=5, timeout_s=60)
-        await eventually(lambda: late.end, 60)
+        await eventually(lambda: late.end)
         check([late], 5)
         assert all(not worker.task.done() for worker in workers)
 
@@ -140,7 +141,7 @@ async def test_a_stream_that_began_again_behind_what_was_read_is_read(stepping: 
     await bench.worker.publish("w", [bench.token(request, 0)])
     last_id, events = await bench.gateway.follow(FIRST_ID, 0)
     assert len(events) == 1
-    await eventually(lambda: trimmed(bench, last_id), 30)
+    await eventually(lambda: trimmed(bench, last_id))
     await bench.redis.delete(bench.keys.results("g1"))
     server.set_clock(-HOUR_S)
     for index in (1, 2):

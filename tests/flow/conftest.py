@@ -1,4 +1,4 @@
-"""Servers for the tests that only talk to them: a small one, and one with the pocket model."""
+"""Servers for all tests that only talk to them: a small one, and one with the pocket model."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_checkpoint(tmp_path_factory.mktemp("tiny"), "qwen3_moe", seed=3)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def server(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with bench(tmp_path_factory.mktemp("server")) as stage:
         yield stage.serve(tiny, served_model_name="tiny", dtype="float32", kv_blocks=512)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def pocket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """The pocket model, everything in one attention worker."""
     with bench(tmp_path_factory.mktemp("pocket")) as stage:

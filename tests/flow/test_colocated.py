@@ -11,7 +11,8 @@ from typing import Any
 import psutil
 import pytest
 from testkit.pocket.answers import assert_recorded, complete_all, recorded, serve_pocket
-from testkit.processes.servers import Bench, Server, bench, wait_until
+from testkit.processes.servers import Bench, Server, bench
+from testkit.waiting import until
 
 pytestmark = pytest.mark.alone
 
@@ -34,9 +35,7 @@ def check_answers(server: Server) -> None:
     """They are the recorded ones, and nobody computes without work."""
     wanted = recorded()[:64]
     assert_recorded(wanted, asyncio.run(complete_all(server.url, wanted, at_once=32)))
-    wait_until(
-        lambda: server.metric("expertmesh_lockstep_messages_total", scope="node") > 0, 10, "messages are counted"
-    )
+    until(lambda: server.metric("expertmesh_lockstep_messages_total", scope="node") > 0, "messages are counted")
     assert_recorded(wanted[:1], asyncio.run(complete_all(server.url, wanted[:1])))  # one has rows, all take part
     time.sleep(2)  # counters are brought up to date every second
     turns, cpu_s = server.metric("expertmesh_lockstep_turns_total"), used_s(server)
@@ -79,11 +78,11 @@ def test_ranks_give_the_recorded_answers_and_killed_ones_lose_no_request(tmp_pat
         before = ranks_of(server)
 
         assert_recorded(wanted, asyncio.run(disturbed(server, wanted, before[1].kill, at_once=64)))
-        wait_until(lambda: others(server, before), 60, "all ranks started again")
+        until(lambda: others(server, before), "all ranks started again")
         again = ranks_of(server)
         assert_recorded(wanted[:4], asyncio.run(complete_all(server.url, wanted[:4])))
         next(rank for rank in again if rank.cmdline()[-1].endswith("attention-0.yaml")).kill()
-        wait_until(lambda: others(server, again), 60, "all ranks started again, though there was no request")
+        until(lambda: others(server, again), "all ranks started again, though there was no request")
         assert_recorded(wanted[:4], asyncio.run(complete_all(server.url, wanted[:4])))
         check_end(server)
 
@@ -97,11 +96,11 @@ def test_ranks_leave_together_without_giving_a_request_up(tmp_path: Path) -> Non
         before = ranks_of(server)
 
         assert_recorded(wanted, asyncio.run(disturbed(server, wanted, before[2].terminate, at_once=32)))
-        wait_until(lambda: others(server, before), 60, "all ranks started again")
+        until(lambda: others(server, before), "all ranks started again")
         again = ranks_of(server)
         assert_recorded(wanted[:4], asyncio.run(complete_all(server.url, wanted[:4])))
         again[1].terminate()
-        wait_until(lambda: others(server, again), 10, "all ranks started again, though there was no request")
+        until(lambda: others(server, again), "all ranks started again, though there was no request")
         said = server.proc.log()
         assert (said.count("ended with exit code 0;"), said.count("ended with exit code 75;")) == (2, 4)
         assert_recorded(wanted[:4], asyncio.run(complete_all(server.url, wanted[:4])))

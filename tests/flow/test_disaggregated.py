@@ -10,7 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 from testkit.pocket.answers import POCKET, answers_while, serve_pocket
-from testkit.processes.servers import Server, bench, wait_until
+from testkit.processes.servers import Server, bench
+from testkit.waiting import until
 
 from services.model.digests import write_digests
 
@@ -36,11 +37,11 @@ def test_no_token_changes_while_expert_workers_die_and_leave(tmp_path: Path, sha
             expert_groups=groups,
             fabric_shared=shared,
         )
-        wait_until(lambda: listed(server) == workers, 60, "all expert workers are in the table")
+        until(lambda: listed(server) == workers, "all expert workers are in the table")
         victim, leaver = server.of_role("experts")[:2]
         asyncio.run(answers_while(server, victim.kill))
-        wait_until(lambda: len(server.of_role("experts")) == workers, 60, "another one was started")
-        wait_until(lambda: listed(server) == workers, 60, "another one took the seat's place")
+        until(lambda: len(server.of_role("experts")) == workers, "another one was started")
+        until(lambda: listed(server) == workers, "another one took the seat's place")
         assert ("shares memory" in server.proc.log()) == (shared == "host")
         asyncio.run(answers_while(server, lambda: leaver.send_signal(signal.SIGTERM)))
-        wait_until(lambda: not leaver.is_running() or leaver.status() == psutil.STATUS_ZOMBIE, 30, "it left")
+        until(lambda: not leaver.is_running() or leaver.status() == psutil.STATUS_ZOMBIE, "it left")

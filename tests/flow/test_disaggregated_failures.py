@@ -12,7 +12,8 @@ import httpx
 import pytest
 import redis
 from testkit.pocket.answers import POCKET, answers_while, recorded
-from testkit.processes.servers import Bench, Proc, Server, bench, free_port, wait_until
+from testkit.processes.servers import Bench, Proc, Server, bench, free_port
+from testkit.waiting import until
 
 from services.routing import decode_table
 
@@ -42,8 +43,8 @@ def start(stage: Bench, **options: object) -> Server:
         }
         | options,
     )
-    wait_until(lambda: server.metric("expertmesh_expert_seats") == EXPERTS, 60, "all seats are listed")
-    wait_until(lambda: server.metric("expertmesh_workers") == ATTENTION, 60, "all attention workers are there")
+    until(lambda: server.metric("expertmesh_expert_seats") == EXPERTS, "all seats are listed")
+    until(lambda: server.metric("expertmesh_workers") == ATTENTION, "all attention workers are there")
     return server
 
 
@@ -57,7 +58,7 @@ def test_an_attention_worker_killed_with_disaggregated_experts_loses_nothing(ser
     victim = server.of_role("attention")[0]
     asyncio.run(answers_while(server, victim.kill))
     assert server.metric("expertmesh_lost_attempts_total") > 0
-    wait_until(lambda: server.metric("expertmesh_workers") == ATTENTION, 60, "another one was started")
+    until(lambda: server.metric("expertmesh_workers") == ATTENTION, "another one was started")
 
 
 def test_experts_that_are_all_gone_for_longer_than_the_timeout_cost_no_request(server: Server) -> None:
@@ -101,7 +102,7 @@ def test_a_redis_that_is_emptied_while_answers_stream_costs_nothing(with_redis: 
     watcher.start()
     try:
         asyncio.run(answers_while(server, flush))
-        wait_until(lambda: bool(_seats_of_the_table(port)), 10 * LONG_LEASE_S, "the table is back")
+        until(lambda: bool(_seats_of_the_table(port)), "the table is back")
     finally:
         done.set()
         watcher.join()
@@ -125,7 +126,7 @@ def test_while_redis_is_away_engines_go_on_over_the_experts_and_nothing_new_is_a
         server_of_redis.kill9()
         began = time.monotonic()
         tokens.append(server.metric("expertmesh_decode_tokens_total"))
-        wait_until(lambda: not server.ready(), 10, "the gateway noticed")
+        until(lambda: not server.ready(), "the gateway noticed")
         time.sleep(max(0.0, began + AWAY_S - time.monotonic()))
         tokens.append(server.metric("expertmesh_decode_tokens_total"))
         body = {"model": "pocket", "prompt": "x", "max_tokens": 1}
@@ -137,7 +138,7 @@ def test_while_redis_is_away_engines_go_on_over_the_experts_and_nothing_new_is_a
     asyncio.run(answers_of_one_batch(server, outage))
     assert tokens[1] > tokens[0], "the experts were asked without Redis"
     assert server.metric("expertmesh_lost_attempts_total") == 0
-    wait_until(lambda: server.metric("expertmesh_expert_seats") == EXPERTS, 30, "all seats are listed")
+    until(lambda: server.metric("expertmesh_expert_seats") == EXPERTS, "all seats are listed")
 
 
 async def answers_of_one_batch(server: Server, disturb: Callable[[], None]) -> None:
@@ -148,7 +149,7 @@ async def answers_of_one_batch(server: Server, disturb: Callable[[], None]) -> N
     def with_workers() -> float:
         return server.metric("expertmesh_requests_running") + server.metric("expertmesh_requests_waiting")
 
-    await asyncio.to_thread(wait_until, lambda: with_workers() == len(wanted), 60, "the workers have them all")
+    await asyncio.to_thread(until, lambda: with_workers() == len(wanted), "the workers have them all")
     await asyncio.to_thread(disturb)
     for record, found in zip(wanted, await asking, strict=True):
         assert len(found) == LONG_TOKENS

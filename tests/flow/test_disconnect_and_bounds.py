@@ -11,7 +11,8 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from testkit.processes.servers import Server, bench, metric_sum, wait_until
+from testkit.processes.servers import Server, bench, metric_sum
+from testkit.waiting import LIMIT_S, until
 
 PROMPT = list(range(3, 203))
 
@@ -23,13 +24,12 @@ def blocks_in_use(client: httpx.Client) -> float:
 def wait_for_blocks(client: httpx.Client, busy: bool) -> float:
     """Seconds until KV blocks are (not) in use."""
     start = time.monotonic()
-    wait_until(lambda: (blocks_in_use(client) > 0) == busy, 30, f"KV blocks in use: {busy}", every_s=0.0)
+    until(lambda: (blocks_in_use(client) > 0) == busy, f"KV blocks in use: {busy}", every_s=0.0)
     return time.monotonic() - start
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("stream", [True, False])
-def test_disconnect_frees_kv_blocks_within_100_ms(server: Server, stream: bool) -> None:
+def test_disconnect_frees_kv_blocks_long_before_the_answer_would_end(server: Server, stream: bool) -> None:
     body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 300, "ignore_eos": True, "stream": stream}
 
     async def leave_in_the_middle(looking: httpx.Client) -> float:
@@ -42,8 +42,11 @@ def test_disconnect_frees_kv_blocks_within_100_ms(server: Server, stream: bool) 
         return await asyncio.to_thread(wait_for_blocks, looking, False)
 
     with httpx.Client(base_url=server.url, timeout=10) as looking:  # to connect takes as long as what is measured
-        freed = statistics.median(asyncio.run(leave_in_the_middle(looking)) for _ in range(9))
-    assert freed <= 0.1
+        freed = statistics.median(asyncio.run(leave_in_the_middle(looking)) for _ in range(5))
+        began = time.monotonic()
+        looking.post(f"{server.url}/v1/completions", json=body | {"stream": False}, timeout=LIMIT_S).raise_for_status()
+        whole = time.monotonic() - began
+    assert freed <= whole / 4, f"{freed:.3f} s of {whole:.3f} s"
     assert server.metric("expertmesh_requests_total", finish="cancelled") > 0
 
 
@@ -81,5 +84,5 @@ def test_a_thousand_requests_against_a_queue_of_a_hundred(tiny: Path, tmp_path: 
             else:
                 assert response.json()["usage"]["completion_tokens"] == 24
         assert after - before < 40, f"memory grew from {before:.0f} to {after:.0f} MiB"
-        wait_until(lambda: server.metric("expertmesh_queue_requests") == 0, 20, "the queue's gauge follows")
+        until(lambda: server.metric("expertmesh_queue_requests") == 0, "the queue's gauge follows")
         assert server.metric("expertmesh_kv_blocks", state="used") == 0

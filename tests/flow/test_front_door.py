@@ -16,7 +16,8 @@ import psutil
 import pytest
 from testkit.pocket.answers import POCKET
 from testkit.processes.hostile_bodies import hostile_bodies
-from testkit.processes.servers import Bench, Server, bench, flags, free_port, wait_until
+from testkit.processes.servers import Bench, Server, bench, flags, free_port
+from testkit.waiting import until
 
 pytestmark = pytest.mark.alone
 
@@ -60,7 +61,7 @@ def start(stage: Bench, *, descriptors: int | None = None) -> Gateway:
             return httpx.get(f"{gateway.url}/accepting", timeout=5).status_code == 200
         return False
 
-    wait_until(accepts, 120, "/accepting answers 200")
+    until(accepts, "/accepting answers 200", limit_s=120)
     return gateway
 
 
@@ -199,12 +200,12 @@ def test_thousands_that_never_say_what_they_want_keep_nobody_out(tmp_path, descr
                 kept.enter_context(gateway.connect()).sendall(HEALTH[:-6])
 
             assert httpx.post(f"{gateway.url}/v1/completions", json={"prompt": 5}).status_code == 400
-            wait_until(lambda: sum(_ended(gateway)) >= 3_000, 15 + 45, "those that wait are gone", every_s=0.5)
+            until(lambda: sum(_ended(gateway)) >= 3_000, "those that wait are gone", limit_s=15 + 45, every_s=0.5)
         assert watch.failed == []
         assert watch.asked > 20
         assert watch.grown < 64 * MIB
         assert (_ended(gateway)[1] > 0) == (descriptors is not None)
-        wait_until(lambda: gateway.process.num_fds() < 60, 30, "their descriptors are free", every_s=0.5)
+        until(lambda: gateway.process.num_fds() < 60, "their descriptors are free", every_s=0.5)
         if descriptors is not None:
             assert "ulimit -n" in gateway.proc.log()
         assert gateway.proc.log().count("head_late") < 20

@@ -17,7 +17,7 @@ from loadgen.client import StreamResult, stream_completion
 
 STREAMS = 64
 
-pytestmark = pytest.mark.alone
+pytestmark = [pytest.mark.alone, pytest.mark.night]
 
 
 def bodies() -> list[dict[str, Any]]:

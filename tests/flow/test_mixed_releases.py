@@ -16,7 +16,8 @@ from chaos.load import Load, faults_of, jobs
 from testkit.pocket.answers import POCKET, recorded
 from testkit.processes.cluster import Cluster, Here, Shape
 from testkit.processes.earlier import LAST_RELEASE, has_history, unpack
-from testkit.processes.servers import Bench, Proc, bench, wait_until
+from testkit.processes.servers import Bench, Proc, bench
+from testkit.waiting import until
 
 pytestmark = [
     pytest.mark.alone,
@@ -54,7 +55,7 @@ class Mixed:
             self.cluster.trees.pop(name, None)
         self.cluster.start_one(name)
         if name == "gateway":
-            wait_until(self.cluster.server.ready, 60, "the gateway is ready", every_s=0.1)
+            until(self.cluster.server.ready, "the gateway is ready", every_s=0.1)
         self.cluster.wait_whole()
 
     async def switch_under_load(self, role: str, *, to_earlier: bool) -> None:
@@ -83,7 +84,7 @@ class Mixed:
         over = asyncio.Event()
         load = Load(url=self.cluster.server.url, streams=40)
         running = asyncio.create_task(load.run(self._wanted, 3, over.is_set))
-        await asyncio.to_thread(wait_until, lambda: load.in_flight == 40, 60, "all clients wait")
+        await asyncio.to_thread(until, lambda: load.in_flight == 40, "all clients wait")
         for role in ("scheduler", "attention"):
             await asyncio.to_thread(self._end, self.cluster.of(role))
         over.set()
@@ -92,7 +93,7 @@ class Mixed:
             for name in self.cluster.of(role):
                 self.cluster.trees[name] = self._earlier
                 self.cluster.start_one(name)
-            await asyncio.to_thread(wait_until, lambda role=role: self._there(role), 60, f"{role} is there")
+            await asyncio.to_thread(until, lambda role=role: self._there(role), f"{role} is there")
         async with asyncio.timeout(120):
             outcomes = await running
         assert not faults_of(outcomes), [outcome.fault for outcome in outcomes if outcome.fault][:3]

@@ -13,7 +13,8 @@ import httpx
 import pytest
 import redis
 from testkit.models.checkpoints import save_checkpoint
-from testkit.processes.servers import Bench, Server, bench, free_port, wait_until
+from testkit.processes.servers import Bench, Server, bench, free_port
+from testkit.waiting import until
 
 AT_ONCE, TOKENS = 8, 200
 LEASE_S, IDLE_S = 3.0, 6.0
@@ -56,7 +57,7 @@ def measured(stage: Bench, model: Path) -> Cost:
         expert_workers=2,
         expert_groups=2,
     )
-    wait_until(lambda: server.metric("expertmesh_expert_seats") == 2, 60, "all seats are listed")
+    until(lambda: server.metric("expertmesh_expert_seats") == 2, "all seats are listed")
     asyncio.run(generate(server))  # scripts are loaded by now
     before = received(port)
     time.sleep(IDLE_S)
@@ -74,6 +75,7 @@ def stage(tmp_path: Path) -> Iterator[Bench]:
         yield running
 
 
+@pytest.mark.night
 def test_bytes_per_token_do_not_grow_with_the_model(stage: Bench, tmp_path: Path) -> None:
     costs, weights = [], []
     for name, changes in (("small", SMALL), ("large", LARGE)):

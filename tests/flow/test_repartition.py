@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import redis
 from testkit.pocket.answers import POCKET, assert_recorded, complete_all, recorded
-from testkit.processes.servers import bench, free_port, wait_until
+from testkit.processes.servers import bench, free_port
+from testkit.waiting import until
 
 from services.routing import RoutingTable, decode_table
 
@@ -18,7 +19,7 @@ UNEVEN = "verse"
 """The domain whose rows are spread least evenly over the two groups, layer by layer: most others are within what a cut
 has to save (records/load.json)."""
 
-pytestmark = pytest.mark.alone
+pytestmark = [pytest.mark.alone, pytest.mark.night]
 
 
 def table_of(client: redis.Redis) -> RoutingTable:
@@ -59,7 +60,7 @@ def test_no_token_changes_while_the_groups_are_partitioned_again(tmp_path: Path)
             expert_groups=2,
             rebalance_after=1,
         )
-        wait_until(lambda: server.metric("expertmesh_expert_seats") == 4, 60, "all seats are listed")
+        until(lambda: server.metric("expertmesh_expert_seats") == 4, "all seats are listed")
         with redis.Redis(port=port) as client:
             tables = asyncio.run(ask_until_partitioned_again(server.url, client))
         server.proc.stop()

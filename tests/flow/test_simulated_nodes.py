@@ -8,7 +8,7 @@ from testkit.processes.simulated_nodes import Case, expected_nodes, measure
 
 from services.placement.planning.exchange_cost import Nodes, Rows, exchange_cost
 
-pytestmark = pytest.mark.alone
+pytestmark = [pytest.mark.alone, pytest.mark.night]
 
 FAST = Nodes(count=2, ranks=2, across_latency=0.0, across_bandwidth=1e12, inside_latency=0.0, inside_bandwidth=1e12)
 

@@ -14,7 +14,8 @@ from pathlib import Path
 import httpx
 import pytest
 from testkit.pocket.answers import POCKET
-from testkit.processes.servers import Bench, Server, bench, free_port, wait_until
+from testkit.processes.servers import Bench, Server, bench, free_port
+from testkit.waiting import until
 
 TOP = [sys.executable, "-m", "services", "top"]
 WORKERS = 2
@@ -36,7 +37,7 @@ def start(stage: Bench, url: str) -> Server:
         expert_workers=WORKERS,
         expert_groups=2,
     )
-    wait_until(lambda: server.metric("expertmesh_expert_seats") == WORKERS, 60, "all expert workers are in the table")
+    until(lambda: server.metric("expertmesh_expert_seats") == WORKERS, "all expert workers are in the table")
     return server
 
 
@@ -68,7 +69,7 @@ def test_one_frame_shows_what_runs_and_says_what_is_away(tmp_path: Path) -> None
         done: list[bool] = []
         asking = [pool.submit(keep_busy, server, done) for _ in range(4)]
         try:
-            wait_until(lambda: server.metric("expertmesh_experts_rows_total") > 0, 60, "experts compute")
+            until(lambda: server.metric("expertmesh_experts_rows_total") > 0, "experts compute")
             shown = one_frame(url, 160, "--interval", "3")
         finally:
             done.append(True)

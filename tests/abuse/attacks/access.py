@@ -10,7 +10,8 @@ import time
 from typing import Any
 
 import httpx
-from testkit.processes.servers import flags, free_port, wait_until
+from testkit.processes.servers import flags, free_port
+from testkit.waiting import until
 
 from abuse.attack import Attack, Target
 from abuse.kit.stage import Shape, write_keys
@@ -109,7 +110,7 @@ async def web_page(target: Target) -> None:
     )
     url = f"http://127.0.0.1:{port}"
     try:
-        await asyncio.to_thread(wait_until, lambda: _up(url), 40, "a second gateway is up")
+        await asyncio.to_thread(until, lambda: _up(url), "a second gateway is up")
         await _as_web_page(target, url)
     finally:
         await asyncio.to_thread(proc.stop)

@@ -22,7 +22,8 @@ from pathlib import Path
 import httpx
 import redis
 from testkit.pocket.answers import POCKET
-from testkit.processes.servers import Bench, Proc, flags, free_port, wait_until
+from testkit.processes.servers import Bench, Proc, flags, free_port
+from testkit.waiting import until
 
 from abuse.kit.cage import MIB, Cage, Precedence, cage, precedence
 from abuse.kit.child import Child, raise_descriptors, share_paths
@@ -124,7 +125,7 @@ class Stage:
         self._start("scheduler", [sys.executable, "-m", "services.scheduler", *flags(**lease)])
         self.start_gateway()
         self.start_worker()
-        wait_until(self.ready, _START_S, "the gateway is ready", every_s=0.1)
+        until(self.ready, "the gateway is ready", limit_s=_START_S, every_s=0.1)
         self._start_watch()
         self._start_crowd()
 
@@ -181,7 +182,7 @@ class Stage:
                 return bool(store.ping())
             return False
 
-        wait_until(answers, 30, "redis-server answers")
+        until(answers, "redis-server answers")
 
     def _start_watch(self) -> None:
         pids = {role: self.procs[role].pid for role in ("gateway", "redis")}
@@ -204,7 +205,7 @@ class Stage:
         def begun() -> bool:
             return bool(crowd.ask("report", since=0, until=time.monotonic())["started"] == self.shape.streams)
 
-        wait_until(begun, _START_S, "each honest stream has begun", every_s=0.2)
+        until(begun, "each honest stream has begun", limit_s=_START_S, every_s=0.2)
 
 
 def write_keys(path: Path, known: Mapping[str, str], limits: Mapping[str, Mapping[str, int]]) -> None:

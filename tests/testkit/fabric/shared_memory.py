@@ -20,10 +20,12 @@ from services.fabric.shared_memory.memory import PeerMemory
 from services.fabric.shared_memory.server import SharedMemoryServer
 from services.fabric.tcp.connect import Facts
 from services.fabric.tcp.link import TcpLink
+from services.fabric.tcp.peer import Timing
 from services.fabric.tcp.server import ExpertServer
 from services.model.experts import ExpertWeights
 from services.routing import RoutingTable, ShardGroup
-from testkit.fabric.tcp import FAST, SECRET, Compute, facts_of, hello, part_of, serve, served
+from testkit.fabric.tcp import CALM, SECRET, Compute, facts_of, hello, part_of, serve, served
+from testkit.waiting import LIMIT_S
 
 CPU = torch.device("cpu")
 SLOTS, ROWS = 8, 64
@@ -127,8 +129,9 @@ def linked_shared(
     *,
     hidden: int = 4,
     dtype: str = "float32",
-    call_s: float = 10.0,
-    unavailable_s: float = 10.0,
+    call_s: float = LIMIT_S,
+    unavailable_s: float = LIMIT_S,
+    timing: Timing = CALM,
     unsummed: bool = True,
     memory: PeerMemory | None = None,
     device: torch.device = CPU,
@@ -141,7 +144,7 @@ def linked_shared(
     tensors = getattr(torch, dtype)
     link = SharedMemoryLink(
         lambda extension: TcpLink(
-            table, Facts(hello=hello(hidden, dtype), secret=SECRET, timing=FAST, lanes=lanes), extension=extension,
+            table, Facts(hello=hello(hidden, dtype), secret=SECRET, timing=timing, lanes=lanes), extension=extension,
             call_s=call_s, unavailable_s=unavailable_s, reduced=not unsummed,
         ),
         table,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import socket
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
@@ -25,9 +24,13 @@ from services.fabric.tcp.stream import Stream
 from services.model.experts import ExpertShard, ExpertWeights
 from services.routing import RoutingTable, Seat, ShardGroup, even_groups
 from testkit.fabric.gloo_groups import GlooGroups
+from testkit.waiting import LIMIT_S, until
 
 SECRET = b"one secret for all workers"
+CALM = Timing(handshake_s=20.0, alive_s=0.1, silence_s=10.0)
+"""Nothing runs out although neighbours take the cores for seconds: for tests that are not about time."""
 FAST = Timing(handshake_s=2.0, alive_s=0.1, silence_s=1.0)
+"""For tests of silence and of handshakes that take too long."""
 Compute = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -70,7 +73,7 @@ def serve(
         extensions.append(LaneServer(lanes))
     if memory is not None:
         extensions.append(memory)
-    options = {"timing": FAST, "secret": SECRET, "hello": hello(hidden, dtype, seat=seat)} | options
+    options = {"timing": CALM, "secret": SECRET, "hello": hello(hidden, dtype, seat=seat)} | options
     server = ExpertServer(compute, experts=held, extensions=extensions, **options)
     server.start()
     return server
@@ -95,21 +98,21 @@ def linked(
     hidden: int = 4,
     dtype: str = "float32",
     ready: bool = True,
-    ready_s: float = 30.0,
+    ready_s: float = LIMIT_S,
     lane: str = "",
     **options: Any,
 ) -> Iterator[TcpLink]:
     """A link with ``options`` of :class:`TcpLink` or :class:`Facts`, once it is connected to all seats if ``ready``."""
     options = {
-        "timing": FAST, "secret": SECRET, "call_s": 2.0, "unavailable_s": 2.0, "lanes": lanes_of(lane)
+        "timing": CALM, "secret": SECRET, "call_s": 20.0, "unavailable_s": 20.0, "lanes": lanes_of(lane)
     } | options  # fmt: skip
     of_facts = {field.name: options.pop(field.name) for field in fields(Facts) if field.name in options}
     link = TcpLink(table, Facts(hello=hello(hidden, dtype), **of_facts), **options)
     try:
-        deadline = time.monotonic() + ready_s
-        while ready and len(link.usable()) < len(table.seats):
-            assert time.monotonic() < deadline
-            time.sleep(0.002)
+        if ready:
+            until(
+                lambda: len(link.usable()) == len(table.seats), "all seats are usable", limit_s=ready_s, every_s=0.002
+            )
         yield link
     finally:
         link.close()

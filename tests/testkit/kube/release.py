@@ -17,6 +17,7 @@ from openai import APIConnectionError, APIStatusError, AsyncOpenAI, DefaultAsync
 
 from testkit.kube.cluster import Cluster
 from testkit.pocket.answers import MAX_TOKENS, recorded
+from testkit.waiting import eventually
 
 NAME = "mesh"
 PREFIX = f"{NAME}-expertmesh"
@@ -126,10 +127,16 @@ class Release:
         return times
 
     async def under_load(
-        self, disturb: Callable[[], object], clients: int = 4, manner: Manner = PLAIN, lead_s: float = 0.0
+        self,
+        disturb: Callable[[], object],
+        clients: int = 4,
+        manner: Manner = PLAIN,
+        lead_s: float = 0.0,
+        least: int = 0,
     ) -> Outcome:
         """Recorded prompts, streamed by ``clients`` at a time until ``disturb`` has returned, and to their ends; it
-        begins ``lead_s`` after them. One more client, with a connection of its own, rests between its requests.
+        begins ``lead_s`` after them. They go on until ``least`` requests have finished or one has failed. One more
+        client, with a connection of its own, rests between its requests.
         Whatever ``manner`` does not make good has failed."""
         outcome, over, records = Outcome(), asyncio.Event(), recorded()
         async with self._client(manner) as busy, self._client(manner) as resting:
@@ -139,6 +146,7 @@ class Release:
             await asyncio.sleep(lead_s)
             try:
                 await asyncio.to_thread(disturb)
+                await eventually(lambda: outcome.finished >= least or outcome.failed, f"{least} finished", limit_s=300)
             finally:
                 over.set()
                 await asyncio.gather(*tasks)

@@ -11,7 +11,8 @@ from typing import Any
 
 import httpx
 
-from testkit.processes.servers import Bench, Server, wait_until
+from testkit.processes.servers import Bench, Server
+from testkit.waiting import until
 
 POCKET = Path(__file__).parents[3] / "examples/pocket-moe"
 END = 0
@@ -53,7 +54,7 @@ async def answers_while(server: Server, disturb: Callable[[], None]) -> None:
     asking = asyncio.create_task(complete_all(server.url, wanted, at_once=64))
     drawn = partial(server.metric, "expertmesh_decode_tokens_total")
     before = drawn()
-    await asyncio.to_thread(wait_until, lambda: drawn() > before, 60, "answers have begun")
+    await asyncio.to_thread(until, lambda: drawn() > before, "answers have begun")
     await asyncio.to_thread(disturb)
     assert not asking.done(), "the disturbance came too late to disturb"
     assert_recorded(wanted, await asking)

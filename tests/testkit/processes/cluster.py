@@ -19,7 +19,8 @@ from services.queue.embedded import find_redis_server
 from testkit.processes.cable import Cable
 from testkit.processes.earlier import options_of_earlier
 from testkit.processes.netns import open_network
-from testkit.processes.servers import Bench, Proc, Server, flags, free_port, metric_sum, wait_until
+from testkit.processes.servers import Bench, Proc, Server, flags, free_port, metric_sum
+from testkit.waiting import until
 
 REDIS_PORT, READY_S = 6379, 300.0
 TIMEOUT_S = 30.0
@@ -115,7 +116,7 @@ class Cluster:
         """Returns when every worker is there and every expert has its seat."""
         for name in self.members:
             self.start_one(name)
-        wait_until(self.server.ready, READY_S, "the gateway is ready", every_s=0.1)
+        until(self.server.ready, "the gateway is ready", limit_s=READY_S, every_s=0.1)
         self.wait_whole()
 
     def start_one(self, name: str) -> None:
@@ -171,7 +172,7 @@ class Cluster:
         return False
 
     def wait_whole(self, seconds: float = READY_S) -> None:
-        wait_until(self.whole, seconds, "every worker is there", every_s=0.1)
+        until(self.whole, "every worker is there", limit_s=seconds, every_s=0.1)
 
     def kill9(self, name: str) -> None:
         proc = self.members[name].proc
@@ -231,5 +232,5 @@ class Cluster:
                 return bool(client.ping())
             return False
 
-        wait_until(answers, 20, "redis-server answers")
+        until(answers, "redis-server answers")
         return proc

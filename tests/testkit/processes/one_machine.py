@@ -10,7 +10,8 @@ from typing import Any
 import httpx
 
 from testkit.pocket.answers import POCKET
-from testkit.processes.servers import Bench, Server, flags, free_port, free_ports, metric_sum, wait_until
+from testkit.processes.servers import Bench, Server, flags, free_port, free_ports, metric_sum
+from testkit.waiting import until
 
 MAX_WORKERS = 3
 """Of a machine: as many ports are its own."""
@@ -26,7 +27,7 @@ class Machine(Server):
         return metric_sum(httpx.get(f"{self.page}/metrics", timeout=10).text, name, **labels)
 
     def wait_ready(self) -> None:
-        wait_until(lambda: self._ready() == 200, 60, "all its workers are ready", every_s=0.1)
+        until(lambda: self._ready() == 200, "all its workers are ready", every_s=0.1)
 
     def _ready(self) -> int:
         assert self.proc.popen.poll() is None, self.proc.log()[-3000:]

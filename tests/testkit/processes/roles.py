@@ -29,7 +29,7 @@ from testkit.queue.client import Client
 
 KEYS = Keys("test")
 OPTIONS = WorkerOptions(
-    credit_tokens=10_000, credit_requests=64, lease_s=0.8, buffer_tokens=1000, drain_s=5.0, step_timeout_s=60
+    credit_tokens=10_000, credit_requests=64, lease_s=30, buffer_tokens=1000, drain_s=5.0, step_timeout_s=60
 )
 
 
@@ -69,9 +69,9 @@ class RunningScheduler(Running):
 
 
 class Deployment:
-    """Async context manager; ends whatever still runs."""
+    """Async context manager; ends whatever still runs. Leases end by hand (:meth:`lapse`), not while a test waits."""
 
-    def __init__(self, url: str, *, lease_s: float = 0.8, max_attempts: int = 3, **limits: Any) -> None:
+    def __init__(self, url: str, *, lease_s: float = 30, max_attempts: int = 3, **limits: Any) -> None:
         self.url = url
         self.lease_s = lease_s
         self.limits = QueueLimits(lease_s=lease_s, max_attempts=max_attempts, **limits)
@@ -100,6 +100,10 @@ class Deployment:
         client = Client(self.connection(), KEYS, self.limits, lease_s=30)
         self._clients.append(client)
         return await client.__aenter__()
+
+    async def lapse(self, worker: RunningWorker) -> None:
+        """Ends the lease of ``worker`` now."""
+        assert await self.connection().zadd(KEYS.workers, {worker.info.id: 1}, xx=True, ch=True)
 
     def scheduler(self, placement: Callable[[], Any] | None = None) -> RunningScheduler:
         redis, registry = self.connection(), CollectorRegistry()
@@ -148,13 +152,3 @@ class Deployment:
         stop = asyncio.Event()
         coroutine: Coroutine[Any, Any, None] = run(stop)
         return asyncio.create_task(coroutine), stop
-
-
-async def eventually(condition: Any, timeout_s: float = 20.0) -> None:
-    """Wait for ``condition()``, which may be a coroutine function, to hold."""
-    async with asyncio.timeout(timeout_s):
-        while True:
-            answer = condition()
-            if await answer if asyncio.iscoroutine(answer) else answer:
-                return
-            await asyncio.sleep(0.005)

@@ -11,8 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,6 +21,7 @@ import redis
 
 from services.queue.embedded import find_redis_server
 from services.runtime import die_with_parent
+from testkit.waiting import until
 
 START_TIMEOUT_S = 120
 _PORTS = range(20_000, 32_000)
@@ -50,14 +50,6 @@ def free_ports(count: int) -> int:
                 probe.bind(("127.0.0.1", port))
             return first
     raise AssertionError("there are not so many free ports in a row")
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float, what: str, every_s: float = 0.02) -> None:
-    """Return as soon as ``condition`` holds; fail with ``what`` after ``timeout_s``."""
-    end = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end, f"waited {timeout_s} s in vain: {what}"
-        time.sleep(every_s)
 
 
 def in_main_thread() -> bool:
@@ -157,7 +149,7 @@ class Bench:
                 return bool(client.ping())
             return False
 
-        wait_until(answers, 30, "redis-server answers")
+        until(answers, "redis-server answers")
         client.close()
         return proc
 
@@ -210,7 +202,7 @@ class Server:
         return False
 
     def wait_ready(self) -> None:
-        wait_until(self.ready, START_TIMEOUT_S, "/ready answers 200", every_s=0.1)
+        until(self.ready, "/ready answers 200", limit_s=START_TIMEOUT_S, every_s=0.1)
 
     def metric(self, name: str, **labels: str) -> float:
         """Sum of the series called ``name`` that carry ``labels``."""

@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import socket
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from services.queue.connect import connect
 from services.queue.keys import Keys
 from services.queue.scheduler_side import SchedulerQueue
 from services.queue.worker_side import WorkerQueue
+from testkit.waiting import LIMIT_S
 
 Notes = list[dict[str, Any]]
 
@@ -25,12 +25,6 @@ def notes_in(home: Path, what: str = "started") -> Notes:
     path = home / "notes"
     notes = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     return [note for note in notes if note["what"] == what]
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(15):
-        while not condition():
-            await asyncio.sleep(0.02)
 
 
 async def killed_and_reported(redis_url: str, namespace: str, note: dict[str, Any]) -> None:
@@ -44,7 +38,7 @@ async def killed_and_reported(redis_url: str, namespace: str, note: dict[str, An
     try:
         await WorkerQueue(redis, keys).register(info, 600, credit_tokens=1, credit_requests=1)
         os.kill(note["pid"], signal.SIGKILL)
-        async with asyncio.timeout(15):
+        async with asyncio.timeout(LIMIT_S):
             while await SchedulerQueue(redis, keys).workers():
                 await asyncio.sleep(0.02)
     finally:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
-from testkit.processes.servers import wait_until
+from testkit.waiting import until
 
 from services.attention import lockstep_service
 from services.attention.lockstep_service import LockstepService
@@ -58,4 +58,4 @@ async def test_a_lock_step_that_does_not_end_is_left_behind(
     assert left_behind()
     assert "threads of the lock-step are left behind" in caplog.text
     go.set()
-    wait_until(lambda: not left_behind(), 20, "they end")
+    until(lambda: not left_behind(), "they end")

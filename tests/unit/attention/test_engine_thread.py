@@ -5,10 +5,11 @@ from __future__ import annotations
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 from testkit.models.stepping import SteppingEngine, continuation
+from testkit.waiting import until
 
 from services.attention.engine_thread import Add, EngineThread, Stop
 from services.messages import (
@@ -35,13 +36,6 @@ def request(name: str, *, max_tokens: int = 4, attempt: int = 1) -> GenerateRequ
         tenant="t",
         reply_to="g",
     )
-
-
-def wait_for(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.001)
 
 
 class Rig:
@@ -91,7 +85,7 @@ def rig() -> Iterator[Rig]:
 
 def test_tokens_come_out_in_order_and_are_announced_once_per_taking(rig: Rig) -> None:
     rig.thread.send(Add(request("a", max_tokens=20)))
-    wait_for(lambda: rig.thread.unpublished == 20)
+    until(lambda: rig.thread.unpublished == 20)
     assert rig.announced == 1
     assert [event.index for event in rig.collect(7)] == list(range(7))
     rig.collect()
@@ -108,7 +102,7 @@ def test_an_idle_thread_takes_no_steps_and_wakes_at_once(rig: Rig) -> None:
         assert rig.engine.steps == number
         started = time.monotonic()
         rig.thread.send(Add(request(f"r{number}", max_tokens=1)))
-        wait_for(lambda: rig.thread.unpublished)
+        until(lambda: rig.thread.unpublished)
         took_s.append(time.monotonic() - started)
         rig.collect()
     assert statistics.median(took_s) < 0.05
@@ -117,12 +111,12 @@ def test_an_idle_thread_takes_no_steps_and_wakes_at_once(rig: Rig) -> None:
 def test_a_stop_takes_effect_before_the_next_step_and_nothing_follows(rig: Rig) -> None:
     rig.engine.gate.clear()
     rig.thread.send(Add(request("a", max_tokens=1000)))
-    wait_for(lambda: rig.thread.step is not None)
+    until(lambda: rig.thread.step is not None)
     rig.thread.send(Add(request("b", max_tokens=3)))
     rig.thread.send(Stop("a", 1))  # while the first step runs
     rig.engine.gate.set()
-    wait_for(lambda: rig.engine.cancelled == [("a", 1)] and rig.thread.unpublished >= 4)
-    wait_for(lambda: not rig.engine.has_work)
+    until(lambda: rig.engine.cancelled == [("a", 1)] and rig.thread.unpublished >= 4)
+    until(lambda: not rig.engine.has_work)
     rig.collect()
     assert [event.request_id for event in rig.events].count("a") == 1  # of the step that ran when it was stopped
     assert all(event.finish != "cancelled" for event in rig.events)
@@ -131,10 +125,10 @@ def test_a_stop_takes_effect_before_the_next_step_and_nothing_follows(rig: Rig) 
 
 def test_a_stopped_request_can_come_back_as_a_later_attempt(rig: Rig) -> None:
     rig.thread.send(Add(request("a", max_tokens=10**6)))
-    wait_for(lambda: rig.thread.unpublished > 5)
+    until(lambda: rig.thread.unpublished > 5)
     rig.thread.send(Stop("a", 1))
     rig.thread.send(Add(request("a", max_tokens=3, attempt=2)))
-    wait_for(lambda: rig.collect() is not None and any(event.finish for event in rig.events if event.attempt == 2))
+    until(lambda: rig.collect() is not None and any(event.finish for event in rig.events if event.attempt == 2))
     assert [event.index for event in rig.events if event.attempt == 2] == [0, 1, 2]
 
 
@@ -142,12 +136,12 @@ def test_a_stopped_attempt_that_is_assigned_once_more_is_heard_from_its_first_to
     """A crash can make Redis forget an assignment: the worker drops the attempt, and then gets the same one again."""
     rig.engine.gate.clear()
     rig.thread.send(Add(request("a", max_tokens=1000)))
-    wait_for(lambda: rig.thread.step is not None)
+    until(lambda: rig.thread.step is not None)
     rig.thread.send(Stop("a", 1))  # while the first step runs
     rig.thread.send(Add(request("a", max_tokens=1)))
     rig.engine.gate.set()
-    wait_for(lambda: rig.engine.steps == 2 and rig.thread.step is None)
-    wait_for(lambda: rig.thread.unpublished == 2)
+    until(lambda: rig.engine.steps == 2 and rig.thread.step is None)
+    until(lambda: rig.thread.unpublished == 2)
     rig.collect()
     assert [(event.index, event.finish) for event in rig.events] == [(0, None), (0, "length")]
 
@@ -156,22 +150,22 @@ def test_an_attempt_stopped_and_assigned_again_twice_during_one_step_ends_once(r
     """As while experts come and go: what a worker gives back comes back to it, as the same attempt."""
     rig.engine.gate.clear()
     rig.thread.send(Add(request("a")))
-    wait_for(lambda: rig.thread.step is not None)
+    until(lambda: rig.thread.step is not None)
     for _ in range(2):
         rig.thread.send(Stop("a", 1))
         rig.thread.send(Add(request("a")))
     rig.engine.gate.set()
-    wait_for(lambda: rig.collect() is not None and any(event.finish for event in rig.events))
+    until(lambda: rig.collect() is not None and any(event.finish for event in rig.events))
     assert [event.finish for event in rig.events if event.finish] == ["length"]
     assert [event.token_id for event in rig.events][-4:] == continuation([1, 2, 3], 4)
     rig.thread.send(Add(request("a", attempt=2)))
-    wait_for(lambda: rig.collect() is not None and rig.events[-1].attempt == 2)
+    until(lambda: rig.collect() is not None and rig.events[-1].attempt == 2)
 
 
 def test_a_stop_for_an_earlier_attempt_is_ignored(rig: Rig) -> None:
     rig.thread.send(Add(request("a", max_tokens=50, attempt=2)))
     rig.thread.send(Stop("a", 1))
-    wait_for(lambda: rig.thread.unpublished == 50)
+    until(lambda: rig.thread.unpublished == 50)
     assert rig.engine.cancelled == []
 
 
@@ -179,7 +173,7 @@ def test_the_buffer_is_bounded_by_one_step_more_and_the_engine_goes_on_after() -
     rig = Rig(buffer_tokens=10)
     for name in "abc":
         rig.thread.send(Add(request(name, max_tokens=40)))
-    wait_for(lambda: rig.thread.unpublished >= 10)
+    until(lambda: rig.thread.unpublished >= 10)
     time.sleep(0.05)
     assert 10 <= rig.thread.unpublished < 10 + 3
     while len(rig.events) < 120:
@@ -194,11 +188,11 @@ def test_the_buffer_is_bounded_by_one_step_more_and_the_engine_goes_on_after() -
 def test_a_paused_engine_still_hears_stops() -> None:
     rig = Rig(buffer_tokens=5)
     rig.thread.send(Add(request("a", max_tokens=1000)))
-    wait_for(lambda: rig.thread.unpublished == 5)
+    until(lambda: rig.thread.unpublished == 5)
     steps, seen = rig.engine.steps, rig.after_steps
     rig.thread.send(Stop("a", 1))
-    wait_for(lambda: rig.engine.cancelled)
-    wait_for(lambda: rig.after_steps > seen)
+    until(lambda: rig.engine.cancelled)
+    until(lambda: rig.after_steps > seen)
     assert rig.engine.steps == steps
     rig.thread.stop()
 
@@ -219,12 +213,12 @@ def test_stopping_ends_the_thread_without_a_failure(rig: Rig) -> None:
 def test_the_engine_pauses_when_what_waits_takes_too_much_memory() -> None:
     rig = Rig(buffer_bytes=10 * EVENT_BYTES)
     rig.thread.send(Add(request("a", max_tokens=100)))
-    wait_for(lambda: rig.thread.unpublished == 10)
+    until(lambda: rig.thread.unpublished == 10)
     time.sleep(0.05)
     assert rig.thread.unpublished == 10
     rig.collect()
-    wait_for(lambda: rig.thread.unpublished == 10)
-    wait_for(lambda: rig.collect() is not None and rig.events[-1].finish)
+    until(lambda: rig.thread.unpublished == 10)
+    until(lambda: rig.collect() is not None and rig.events[-1].finish)
     assert [event.index for event in rig.events] == list(range(100))
     rig.thread.stop()
 
@@ -233,7 +227,7 @@ def test_an_engine_that_pauses_by_itself_can_see_how_many_wait_and_what_they_tak
     """As among ranks in lock-step, where the thread must not pause: the engine goes on serving the others' rows."""
     rig = Rig(buffer_tokens=None)
     rig.thread.send(Add(request("a", max_tokens=10)))
-    wait_for(lambda: rig.thread.unpublished == 10)
+    until(lambda: rig.thread.unpublished == 10)
     bounds = [(11, 11 * EVENT_BYTES), (10, 11 * EVENT_BYTES), (11, 10 * EVENT_BYTES)]
     assert [rig.thread.has_room(*each) for each in bounds] == [True, False, False]
     rig.thread.published(rig.thread.take(1000, 1 << 30)[:1])
@@ -246,11 +240,11 @@ def test_a_held_engine_makes_no_step_but_hears_stops_and_goes_on_at_once(rig: Ri
     rig.thread.send(Add(request("a", max_tokens=10)))
     rig.thread.send(Add(request("b", max_tokens=10)))
     rig.thread.send(Stop("b", 1))
-    wait_for(lambda: rig.engine.cancelled)
+    until(lambda: rig.engine.cancelled)
     time.sleep(0.05)
     assert (rig.engine.steps, rig.thread.has_room(10, 1 << 30)) == (0, False)
     rig.thread.hold(False)
-    wait_for(lambda: rig.thread.unpublished == 10)
+    until(lambda: rig.thread.unpublished == 10)
     assert [event.request_id for event in rig.collect()] == ["a"] * 10
 
 
@@ -258,7 +252,7 @@ def test_an_engine_that_pauses_by_itself_is_not_held_by_the_thread() -> None:
     rig = Rig(buffer_tokens=None)
     rig.thread.hold(True)
     rig.thread.send(Add(request("a", max_tokens=10)))
-    wait_for(lambda: rig.thread.unpublished == 10)
+    until(lambda: rig.thread.unpublished == 10)
     assert not rig.thread.has_room(11, 1 << 30)
     rig.thread.stop()
 
@@ -269,22 +263,22 @@ def test_the_engine_makes_no_more_while_a_taking_left_some(rig: Rig) -> None:
     for name in "abcd":
         rig.thread.send(Add(request(name, max_tokens=50)))
     rig.engine.gate.set()
-    wait_for(lambda: rig.thread.unpublished == 200)
+    until(lambda: rig.thread.unpublished == 200)
     rig.thread.send(Add(request("e", max_tokens=50)))
-    wait_for(lambda: rig.thread.unpublished == 250)
+    until(lambda: rig.thread.unpublished == 250)
     assert len(rig.collect(100)) == 100
     steps = rig.engine.steps
     rig.thread.send(Add(request("f", max_tokens=50)))
     time.sleep(0.05)
     assert (rig.engine.steps, rig.thread.has_room(1000, 1 << 30)) == (steps, False)
     assert len(rig.collect(150)) == 150
-    wait_for(lambda: rig.thread.unpublished == 50)
+    until(lambda: rig.thread.unpublished == 50)
     assert [event.request_id for event in rig.collect()] == ["f"] * 50
 
 
 def test_what_is_taken_at_once_is_bounded_in_bytes_too(rig: Rig) -> None:
     rig.thread.send(Add(request("a", max_tokens=10)))
-    wait_for(lambda: rig.thread.unpublished == 10)
+    until(lambda: rig.thread.unpublished == 10)
     taken = [rig.thread.take(100, nbytes) for nbytes in (3 * EVENT_BYTES, 1, 4 * EVENT_BYTES + 1, 1 << 30, 1)]
     assert [[event.index for event in events] for events in taken] == [[0, 1, 2], [3], [4, 5, 6, 7], [8, 9], []]
 

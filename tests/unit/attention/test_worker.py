@@ -12,9 +12,10 @@ import pytest
 from msgspec import structs
 from redis.asyncio import Redis
 from testkit.models.stepping import SteppingEngine
-from testkit.processes.roles import KEYS, Deployment, RunningWorker, eventually
+from testkit.processes.roles import KEYS, Deployment, RunningWorker
 from testkit.queue.client import Client, check, finish
 from testkit.queue.redis_server import RedisServer
+from testkit.waiting import LIMIT_S, eventually
 
 from services.attention.worker import EngineError, EngineStuck
 from services.errors import FingerprintMismatch
@@ -109,7 +110,7 @@ async def test_a_taken_over_request_is_dropped_in_silence(server: RedisServer) -
 
 
 async def test_a_stale_idle_attempt_is_found_by_the_heartbeat(server: RedisServer) -> None:
-    async with Deployment(server.url) as deployment:
+    async with Deployment(server.url, lease_s=2.0) as deployment:
         deployment.scheduler()
         engine = SteppingEngine()
         engine.gate.clear()  # never publishes
@@ -146,12 +147,23 @@ async def _write_assign(redis: Redis, worker: RunningWorker, request: object) ->
     await redis.xadd(KEYS.inbox(worker.info.id), {"m": encode(Assign(request))})  # type: ignore[arg-type]
 
 
+async def ends_later(redis: Redis, request_id: str, than: float) -> bool:
+    return await redis.zscore(KEYS.leases, request_id) > than
+
+
 async def test_leases_are_kept_while_a_long_step_runs(server: RedisServer) -> None:
-    async with Deployment(server.url, lease_s=1.5) as deployment:
+    async with Deployment(server.url, lease_s=6.0) as deployment:
         deployment.scheduler()
-        worker = deployment.worker(engine=SteppingEngine(step_s=3.5))
-        client = await deployment.client()
+        worker = deployment.worker()
+        worker.engine.gate.clear()
+        client, redis = await deployment.client(), deployment.connection()
         streams = await client.submit([1], max_tokens=1)
+        await eventually(lambda: worker.engine.added)
+
+        for _ in range(2):
+            ends = await redis.zscore(KEYS.leases, streams[0].request.id)
+            await eventually(partial(ends_later, redis, streams[0].request.id, ends))
+        worker.engine.gate.set()
         await finish(streams)
         check(streams, 1)
         assert streams[0].lost == []
@@ -159,14 +171,14 @@ async def test_leases_are_kept_while_a_long_step_runs(server: RedisServer) -> No
 
 
 async def test_redis_killed_and_started_again_costs_no_token(server: RedisServer) -> None:
-    async with Deployment(server.url, lease_s=1.5) as deployment:
+    async with Deployment(server.url, lease_s=4.0) as deployment:
         deployment.scheduler()
         deployment.worker(engine=SteppingEngine(step_s=0.01))
         client = await deployment.client()
         streams = await client.submit(*PROMPTS, max_tokens=250)
         await streams[0].first_token.wait()
         server.kill()
-        await asyncio.sleep(1.9)  # longer than a lease
+        await asyncio.sleep(4.2)  # longer than a lease
         server.start()
         await finish(streams)
         check(streams, 250)
@@ -261,6 +273,7 @@ async def test_a_killed_worker_is_replaced_without_a_gap(server: RedisServer) ->
         streams = await client.submit(*PROMPTS, max_tokens=100)
         await streams[0].first_token.wait()
         await first.kill()
+        await deployment.lapse(first)
         deployment.worker()
         await finish(streams)
         check(streams, 100)
@@ -278,13 +291,14 @@ async def test_a_worker_that_was_away_for_longer_than_its_lease_comes_back_under
 
     monkeypatch.setattr(WorkerQueue, "heartbeat", heartbeat)
     present.set()
-    async with Deployment(server.url) as deployment:
+    async with Deployment(server.url, lease_s=4.0) as deployment:
         deployment.scheduler()
         worker = deployment.worker(engine=SteppingEngine(step_s=0.01))
         client = await deployment.client()
         [stream] = await client.submit([1], max_tokens=300)
         await stream.first_token.wait()
         present.clear()
+        await deployment.lapse(worker)
         await eventually(lambda: stream.lost)
         present.set()
         await finish([stream])
@@ -303,6 +317,7 @@ async def test_a_dead_engine_ends_the_worker_and_its_requests_go_elsewhere(serve
         with pytest.raises(EngineError) as caught:
             await worker.task
         assert isinstance(caught.value.__cause__, ZeroDivisionError)
+        await deployment.lapse(worker)
         deployment.worker()
         await finish([stream])
         check([stream], 500)
@@ -312,15 +327,16 @@ async def test_a_dead_engine_ends_the_worker_and_its_requests_go_elsewhere(serve
 async def test_a_step_that_hangs_ends_the_worker_and_its_requests_go_elsewhere(server: RedisServer) -> None:
     async with Deployment(server.url) as deployment:
         deployment.scheduler()
-        worker = deployment.worker(engine=SteppingEngine(step_s=0.01), step_timeout_s=1.0)
+        worker = deployment.worker(engine=SteppingEngine(step_s=0.05), step_timeout_s=3.0)
         client = await deployment.client()
         [stream] = await client.submit([1], max_tokens=500)  # its steps together last longer than one may
         await stream.first_token.wait()
-        await asyncio.sleep(1.2)
+        await asyncio.sleep(3.2)
         assert not worker.task.done()
         worker.engine.gate.clear()
         with pytest.raises(EngineStuck):
             await worker.task
+        await deployment.lapse(worker)
         deployment.worker()
         await finish([stream])
         check([stream], 500)
@@ -373,4 +389,4 @@ async def test_stopping_while_redis_is_away_does_not_hang(server: RedisServer) -
         server.kill()
         started = time.monotonic()
         await worker.stop()
-        assert time.monotonic() - started < 20
+        assert time.monotonic() - started < LIMIT_S

@@ -6,9 +6,10 @@ import asyncio
 from functools import partial
 
 from testkit.models.stepping import SteppingEngine
-from testkit.processes.roles import KEYS, Deployment, RunningWorker, eventually
+from testkit.processes.roles import KEYS, Deployment, RunningWorker
 from testkit.queue.client import check, finish
 from testkit.queue.redis_server import RedisServer
+from testkit.waiting import eventually
 
 from services.queue.scheduler_side import SchedulerQueue
 

@@ -20,9 +20,10 @@ import yaml
 from testkit.kube.chart import Objects, Render, named, pods
 from testkit.native import Absent
 from testkit.processes.certificates import Authority
-from testkit.processes.servers import free_port, wait_until
+from testkit.processes.servers import free_port
 from testkit.queue.redis_server import version_of
 from testkit.queue.redis_versions import CHARTED, binary_of
+from testkit.waiting import until
 
 from services.errors import QueueUnavailable
 from services.queue.acl import READ_ONLY_SINCE, RULES
@@ -115,7 +116,7 @@ def running(tmp_path: Path) -> Iterator[Callable[[str, Objects], Pod]]:
     for process in started:
         process.kill()
         process.wait()
-        wait_until(lambda number=process.pid: not _left_of(number), 30, "nothing of its container is left")
+        until(lambda number=process.pid: not _left_of(number), "nothing of its container is left")
 
 
 def _left_of(session: int) -> list[int]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from redis.asyncio import Redis
+from testkit.waiting import LIMIT_S
 
 from services.cli import queue as queue_cli
 from services.cli.main import main
@@ -47,7 +48,7 @@ class Deployment:
 
     async def assigned(self) -> GenerateRequest:
         """The next request, once there is one, in the hands of the worker."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(LIMIT_S):
             while not (claimed := await self.scheduler.claim(self.epoch, 1)):
                 await asyncio.sleep(0.02)
         assert all(await self.scheduler.assign(self.epoch, [(claimed[0].request, "w")]))

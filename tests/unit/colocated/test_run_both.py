@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from testkit.waiting import LIMIT_S
 
 from services.colocated.role import load_kernels_early, run_both
 
@@ -31,7 +32,7 @@ class Role:
 
 
 async def run(attention: Role, experts: Role, stop: asyncio.Event) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(LIMIT_S):
         await run_both(attention, experts, "page", stop)
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 from testkit.fabric.peer_weights import digests_of
-from testkit.fabric.tcp import FAST, SECRET, hello, lanes_of, seat_of, serve, table_of
+from testkit.fabric.tcp import CALM, SECRET, hello, lanes_of, seat_of, serve, table_of
 from testkit.models.checkpoints import save_checkpoint
-from testkit.processes.servers import wait_until
+from testkit.waiting import until
 from torch import Tensor
 
 from services.config import Settings
@@ -163,7 +163,7 @@ def test_a_peer_that_lives_and_gives_nothing_is_left(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(WeightsGiver, "_give", lambda *_: asked.set())
     server, lanes = serve(lane="gloo"), lanes_of("gloo")
-    facts = Facts(hello=hello(), secret=SECRET, timing=FAST, max_bytes=1 << 20, lanes=lanes)
+    facts = Facts(hello=hello(), secret=SECRET, timing=CALM, max_bytes=1 << 20, lanes=lanes)
     try:
         with pytest.raises(SeatLost):
             fetch(seat_of(server, 0), facts, {0: [0]}, {0: {"down": (1, 4, 6)}}, torch.float32)
@@ -186,7 +186,7 @@ def test_a_wrong_tensor_ends_the_taking_while_others_come() -> None:
         verifier.take(0, "gate_up", layers[0].w_gate_up_E2FD)
         verifier.finish()
         verifier.take(0, "down", layers[0].w_down_EDF + 1)
-        wait_until(lambda: verifier._pending[0].done(), 20, "it was hashed")
+        until(lambda: verifier._pending[0].done(), "it was hashed")
         with pytest.raises(WeightsMismatch, match="down of expert 1 in layer 0"):
             verifier.take(0, "gate_up", layers[0].w_gate_up_E2FD)
 

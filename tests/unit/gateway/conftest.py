@@ -15,6 +15,7 @@ import msgspec
 import pytest
 from openai import AsyncOpenAI
 from prometheus_client import CollectorRegistry
+from testkit.waiting import eventually
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from services.errors import QueueUnavailable, RequestError
@@ -128,9 +129,7 @@ class ScriptedQueue:
 
     async def wait_for(self, attribute: str, count: int = 1) -> Any:
         """The recorded calls ``attribute`` once there are ``count``."""
-        async with asyncio.timeout(20):
-            while len(getattr(self, attribute)) < count:
-                await asyncio.sleep(0.001)
+        await eventually(lambda: len(getattr(self, attribute)) >= count)
         return getattr(self, attribute)
 
     def _check(self) -> None:
@@ -466,9 +465,7 @@ async def _running(
             codec=codec,
             tasks=tasks,
         )
-        async with asyncio.timeout(20):
-            while not follower.up and not queue.down:
-                await asyncio.sleep(0.001)
+        await eventually(lambda: follower.up or queue.down)
         yield harness
     for job in table.jobs():
         follower.abandon(job)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from msgspec import structs
+from testkit.waiting import LIMIT_S
 
 from services.errors import InvalidRequest
 from services.gateway.table import MAX_MISSED
@@ -26,7 +27,7 @@ async def ask(gateway: Any, **options: Any) -> tuple[asyncio.Task[Any], Any]:
 
 
 async def text_of(task: asyncio.Task[Any]) -> str:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(LIMIT_S):
         answer = await task
     assert answer.status_code == 200, answer.text
     return answer.json()["choices"][0]["text"]

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import uvloop
+from testkit.waiting import LIMIT_S, eventually
 
 from services.gateway.connections import Bounds, Wait
 
@@ -59,7 +60,7 @@ class Peer:
         """What comes until the connection ends."""
         found = b""
         try:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(LIMIT_S):
                 while piece := await self.reader.read(65536):
                     found += piece
         except ConnectionError:
@@ -96,12 +97,6 @@ def head(*fields: str, path: str = URL, method: str = "POST") -> bytes:
 
 def refused(gateway: Any, reason: str) -> float:
     return gateway.registry.get_sample_value("expertmesh_gateway_refused_total", {"reason": reason}) or 0.0
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 def held(gateway: Any) -> int:
@@ -170,7 +165,7 @@ async def test_what_passes_a_bound_is_answered_once_and_kept_nowhere(start, conn
     assert refused(gateway, reason) == 1
     assert await asyncio.wait_for(sending, 20), "what comes is thrown away, not left in the socket"
     peer.writer.close()
-    await until(lambda: not list(gateway.server._open()))
+    await eventually(lambda: not list(gateway.server._open()))
     assert (await gateway.http.get("/health")).status_code == 200
 
 
@@ -204,14 +199,14 @@ async def test_all_large_heads_together_are_bounded(start, connect):
     peers = [await connect(gateway) for _ in range(4)]
     for peer in peers[:2]:
         await peer.send(half)
-    await until(lambda: gateway.connections._large_sum > 60_000)
+    await eventually(lambda: gateway.connections._large_sum > 60_000)
     await peers[2].send(half)
     assert (await peers[2].answer()).startswith(b"HTTP/1.1 431 ")
     await peers[3].send(HEALTH)
     assert (await peers[3].answer()).startswith(b"HTTP/1.1 200 ")
     await peers[0].send(b"\r\n\r\n")
     assert (await peers[0].answer()).startswith(b"HTTP/1.1 200 ")
-    await until(lambda: gateway.connections._large_sum < 50_000)
+    await eventually(lambda: gateway.connections._large_sum < 50_000)
 
 
 async def test_a_connection_that_rests_keeps_nothing_of_what_was_sent(start, connect):
@@ -222,7 +217,7 @@ async def test_a_connection_that_rests_keeps_nothing_of_what_was_sent(start, con
     await peer.send(head(f"x: {'v' * 50_000}", f"Content-Length: {200_000}", path="/nothing") + b"b" * 200_000)
     assert (await peer.answer()).startswith(b"HTTP/1.1 404 ")
     [connection] = gateway.server._open()
-    await until(lambda: connection.waited_s >= 0)
+    await eventually(lambda: connection.waited_s >= 0)
     assert (connection.url, connection.headers, bytes(connection.cycle.body)) == (b"", [], b"")
     assert not connection.scope
     assert gateway.connections._large_sum == 0
@@ -349,7 +344,7 @@ async def test_what_is_sent_ahead_of_an_answer_is_bounded_and_costs_the_answer_n
     await peer.send(head(f"Content-Length: {len(GOOD)}"), GOOD)
     [request] = await gateway.queue.wait_for("admitted")
     await peer.send(*[b"\r\n" * 10_000] * 50)
-    await until(lambda: refused(gateway, "ahead") == 1)
+    await eventually(lambda: refused(gateway, "ahead") == 1)
     gateway.queue.emit(*script.events(request, [5]))
     answer = await peer.answer()
     assert answer.startswith(b"HTTP/1.1 200 ")
@@ -364,7 +359,7 @@ async def test_bodies_sent_ahead_back_to_back_are_counted(start, connect):
     await peer.send(head(f"Content-Length: {len(GOOD)}"), GOOD)
     await gateway.queue.wait_for("admitted")
     await peer.send((head("Content-Length: 61000") + b"x" * 61_000) * 4 + b"POST")
-    await until(lambda: refused(gateway, "ahead") == 1 or sum(ahead_of(gateway)) == 4 * 61_000)
+    await eventually(lambda: refused(gateway, "ahead") == 1 or sum(ahead_of(gateway)) == 4 * 61_000)
     assert refused(gateway, "ahead") == 1
     other = await connect(gateway)
     await other.send(head("Content-Length: 200000"), b"x" * 200_000, HEALTH * 2)
@@ -383,11 +378,11 @@ async def test_all_heads_of_a_connection_count_until_it_rests(start, connect, sc
     await peer.send(head(large, f"Content-Length: {len(GOOD)}"), GOOD)
     [request] = await gateway.queue.wait_for("admitted")
     await peer.send(head(large, path="/health", method="GET"))
-    await until(lambda: gateway.connections._large_sum > 90_000)
+    await eventually(lambda: gateway.connections._large_sum > 90_000)
     gateway.queue.emit(*script.events(request, [5]))
     for _ in range(2):
         assert (await peer.answer()).startswith(b"HTTP/1.1 200 ")
-    await until(lambda: gateway.connections._large_sum == 0)
+    await eventually(lambda: gateway.connections._large_sum == 0)
 
 
 async def test_a_client_that_leaves_after_a_request_sent_ahead_ends_the_one_before(start, connect):
@@ -396,7 +391,7 @@ async def test_a_client_that_leaves_after_a_request_sent_ahead_ends_the_one_befo
     await peer.send(head(f"Content-Length: {len(GOOD)}"), GOOD)
     await gateway.queue.wait_for("admitted")
     await peer.send(HEALTH)
-    await until(lambda: any(connection.pipeline for connection in gateway.server._open()))
+    await eventually(lambda: any(connection.pipeline for connection in gateway.server._open()))
     peer.writer.transport.abort()
     await gateway.queue.wait_for("cancelled")
 
@@ -408,7 +403,7 @@ async def test_a_beginning_of_another_request_does_not_end_a_stream(start, conne
     await peer.send(head(f"Content-Length: {len(body)}"), body)
     [request] = await gateway.queue.wait_for("admitted")
     await peer.send(HEALTH[:9])
-    await until(lambda: refused(gateway, "head_late"))
+    await eventually(lambda: refused(gateway, "head_late"))
     gateway.queue.emit(*script.events(request, [5, 6]))
     assert b"[DONE]" in await peer.all()
 
@@ -452,10 +447,10 @@ async def test_a_reader_that_stops_is_given_up_and_its_job_with_it(start, script
             gateway.queue.emit(*script.events(request, [5], start=index, finish=None))
         index += 1
         await asyncio.sleep(0.01)
-    await until(lambda: refused(gateway, "stalled_late") == 1)
+    await eventually(lambda: refused(gateway, "stalled_late") == 1)
     await gateway.queue.wait_for("cancelled", 4)
     assert len(gateway.table) == 0
-    await until(lambda: not list(gateway.server._open()))
+    await eventually(lambda: not list(gateway.server._open()))
     client.close()
 
 
@@ -465,8 +460,8 @@ async def test_a_reader_of_an_answer_that_is_written_already_is_given_up(start, 
     gateway.queue.answer = lambda request: script.events(request, [5] * 90)
     client = await _reader_of_a_stream(gateway, n=64)
     await gateway.queue.wait_for("admitted", 64)
-    await until(lambda: refused(gateway, "stalled_late") == 1)
-    await until(lambda: not list(gateway.server._open()))
+    await eventually(lambda: refused(gateway, "stalled_late") == 1)
+    await eventually(lambda: not list(gateway.server._open()))
     client.close()
 
 
@@ -474,7 +469,7 @@ async def test_a_reader_that_two_give_up_is_counted_once(start, connect):
     """The house, which looks at all connections, and the answer, which waits for its own."""
     gateway = await start(bounds=SLOW_CLOSE)
     peer = await connect(gateway)
-    await until(lambda: list(gateway.server._open()))
+    await eventually(lambda: list(gateway.server._open()))
     [connection] = gateway.server._open()
     connection.expire(Wait.STALL)
     connection.expire(Wait.STALL)
@@ -490,7 +485,7 @@ async def test_a_reader_that_is_slow_has_longer_by_what_waits_for_it(start, conn
     body = json.dumps({"prompt": "ab " * 60_000, "return_token_strs": True}).encode()
     await peer.send(head(f"Content-Length: {len(body)}", path="/tokenize"), body)
     found = b""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(LIMIT_S):
         while not found.endswith(b'"]}'):
             piece = await peer.reader.read(40_000)
             assert piece, "it was given up"
@@ -505,13 +500,13 @@ async def test_a_peer_that_does_not_take_its_last_answer_does_not_stay(start):
     host, _, port = gateway.url.removeprefix("http://").partition(":")
     client, loop = _small_window(), asyncio.get_running_loop()
     await loop.sock_connect(client, (host, int(port)))
-    await until(lambda: list(gateway.server._open()))
+    await eventually(lambda: list(gateway.server._open()))
     [connection] = gateway.server._open()
     state, answered = gateway.server._server.server_state, 0
     while not connection._inner.get_write_buffer_size():
         await loop.sock_sendall(client, HEALTH)
         answered += 1
-        await until(lambda: state.total_requests == answered)  # noqa: B023 - waited for before it changes
-    await until(lambda: not list(gateway.server._open()))
+        await eventually(lambda: state.total_requests == answered)  # noqa: B023 - waited for before it changes
+    await eventually(lambda: not list(gateway.server._open()))
     assert refused(gateway, "stalled_late") == 0
     client.close()

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import uvloop
+from testkit.waiting import LIMIT_S, eventually
 
 from services.errors import ErrorInfo
 from services.gateway.connections import Bounds
@@ -153,15 +154,13 @@ async def _open(gateway: Any, count: int = 1) -> None:
 
 
 async def _when(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.005)
+    await eventually(condition)
 
 
 async def _freed(parts: list[weakref.ref[Any]]) -> None:
     assert parts
     try:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(LIMIT_S):
             while any(part() is not None for part in parts):
                 await asyncio.sleep(0.005)
     except TimeoutError:

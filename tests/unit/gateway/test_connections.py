@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
+from testkit.waiting import LIMIT_S
 
 from services.gateway.acceptor import RESERVE, within_descriptors
 from services.gateway.connections import Bounds, Connections, Wait
@@ -286,7 +287,7 @@ class Dialer:
     async def ask(self, sent: bytes) -> bytes:
         reader = await self.open(sent)
         try:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(LIMIT_S):
                 return await reader.read(65536)
         except ConnectionError:
             return b""

@@ -13,6 +13,7 @@ import httpx
 import msgspec
 import openai
 import pytest
+from testkit.waiting import LIMIT_S
 
 from services.errors import AttemptsExhausted, QueueFull, QueueUnavailable
 from services.gateway.app import build_metrics_app
@@ -85,7 +86,7 @@ async def test_each_token_of_a_live_stream_is_sent_when_it_comes(gateway, script
                 await asyncio.sleep(0.001)
 
     task = asyncio.create_task(worker())
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(LIMIT_S):
         stream = await gateway.openai.completions.create(model="tiny", prompt="hi", max_tokens=90, stream=True)
         async for chunk in stream:
             received.append(chunk.choices[0].text)  # noqa: PERF401 - the worker waits for each of them
@@ -405,7 +406,7 @@ async def test_an_idle_stream_shows_a_sign_of_life(gateway, script):
             async for line in answer.aiter_lines():
                 seen.extend([line[:6]] * bool(line))
 
-    async with asyncio.timeout(10), asyncio.TaskGroup() as group:
+    async with asyncio.timeout(LIMIT_S), asyncio.TaskGroup() as group:
         group.create_task(read())
         request = (await gateway.queue.wait_for("admitted"))[0]
         events = script.events(request, gateway.ids("ab"))

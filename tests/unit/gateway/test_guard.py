@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 import pytest
+from testkit.waiting import LIMIT_S, eventually
 
 from services.errors import Overloaded, RateLimited, WorkLimited
 from services.gateway.auth import ApiKey, digest
@@ -122,9 +123,7 @@ async def test_bodies_under_way_have_room_and_one_tenant_a_part_of_it(start):
     held = await Client.of(gateway)
     await held.post(URL, "Content-Length: 20000", body=b"{", secret="alice")
     value = gateway.registry.get_sample_value
-    async with asyncio.timeout(20):
-        while value("expertmesh_gateway_body_bytes") != 20_000:
-            await asyncio.sleep(0.001)
+    await eventually(lambda: value("expertmesh_gateway_body_bytes") == 20_000)
     for fields in ("Content-Length: 17000", "Transfer-Encoding: chunked"):
         more = await Client.of(gateway)
         await more.post(URL, fields, body=b"", secret="alice")
@@ -137,9 +136,7 @@ async def test_bodies_under_way_have_room_and_one_tenant_a_part_of_it(start):
     other = await gateway.http.post(URL, content=b"x" * 18_000, headers=key("bob"))
     assert other.status_code == 400, "another tenant has its own part"
     held.writer.close()
-    async with asyncio.timeout(20):
-        while value("expertmesh_gateway_body_bytes"):
-            await asyncio.sleep(0.001)
+    await eventually(lambda: not value("expertmesh_gateway_body_bytes"))
     again = await gateway.http.post(URL, content=b"x" * 20_000, headers=key("alice"))
     assert again.status_code == 400
 
@@ -152,7 +149,7 @@ async def test_a_body_that_comes_in_pieces_takes_room_as_it_grows(start):
     for pieces in range(1, 4):
         client.writer.write(b"2000\r\n" + b" " * 0x2000 + b"\r\n")
         await client.writer.drain()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(LIMIT_S):
             while value("expertmesh_gateway_body_bytes") != (0x2000 * pieces if pieces > 2 else 0):
                 await asyncio.sleep(0.001)
     client.writer.write(b"0\r\n\r\n")
@@ -173,9 +170,7 @@ async def test_one_key_has_half_of_the_requests_under_way(start, script):
     assert (await gateway.http.post(URL, json=GOOD, headers=key("bob"))).status_code == 200
     waiting[0].cancel()
     await gateway.queue.wait_for("cancelled")
-    async with asyncio.timeout(20):
-        while value("expertmesh_gateway_posts_in_flight") != 3:
-            await asyncio.sleep(0.001)
+    await eventually(lambda: value("expertmesh_gateway_posts_in_flight") == 3)
     assert (await gateway.http.post(URL, json=GOOD, headers=key("alice"))).status_code == 200
     for request in gateway.queue.admitted:
         gateway.queue.emit(*script.events(request, [5]))
@@ -207,9 +202,7 @@ async def test_a_long_answer_has_its_room_while_it_waits_in_the_connection(start
     client.writer.transport.resume_reading()
     answer = json.loads(await client.reader.readexactly(int(held)))
     assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"]) > 131_072
-    async with asyncio.timeout(20):
-        while value("expertmesh_gateway_body_bytes"):
-            await asyncio.sleep(0.001)
+    await eventually(lambda: not value("expertmesh_gateway_body_bytes"))
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from typing import Any
+
+from testkit.waiting import until
 
 from services.errors import QueueUnavailable
 from services.gateway.heartbeat import HeartbeatThread
@@ -32,10 +33,7 @@ class Beats:
 
 def wait_for(beats: Beats, count: int) -> None:
     """Holds the event loop up meanwhile."""
-    until = time.monotonic() + 20
-    while beats.count < count:
-        assert time.monotonic() < until
-        time.sleep(0.001)
+    until(lambda: beats.count >= count, f"{count} beats")
 
 
 async def test_it_beats_while_the_loop_is_held_up_and_ends_when_stopped():

@@ -8,6 +8,7 @@ import json
 from typing import Any
 
 import pytest
+from testkit.waiting import LIMIT_S, eventually
 
 from services.errors import WorkLimited
 from services.gateway.budget import CHOICE_BYTES, JOB_BYTES, Holdings
@@ -118,7 +119,7 @@ async def test_what_is_counted_is_what_answers_take(start, script):
     del task
     text = len("the quick brown fox")
     expected = JOB_BYTES + CHOICE_BYTES + prompt + text + len(ids) * (4 + 8 + 12 + 3 * 8)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(LIMIT_S):
         while holdings.total:
             assert holdings.total in (0, expected)
             await asyncio.sleep(0.01)
@@ -137,14 +138,10 @@ async def test_what_waits_in_the_connection_of_a_reader_counts(start, script):
         gateway.queue.emit(*script.events(request, [7] * 1500))
     [job] = gateway.table.jobs()
     holdings, counted = gateway.table.holdings, JOB_BYTES + job.prompt_bytes + 16 * CHOICE_BYTES
-    async with asyncio.timeout(20):
-        while not (job.done and holdings.total > counted + job.nbytes + 2 * 64 * 1024):
-            await asyncio.sleep(0.001)
+    await eventually(lambda: job.done and holdings.total > counted + job.nbytes + 2 * 64 * 1024)
     assert holdings.total < counted + job.nbytes + 4 * 64 * 1024
     writer.transport.abort()
-    async with asyncio.timeout(20):
-        while holdings.total != counted + job.nbytes:
-            await asyncio.sleep(0.001)
+    await eventually(lambda: holdings.total == counted + job.nbytes)
 
 
 @pytest.mark.parametrize(("n", "options"), [(1, {}), (3, {}), (3, {"logprobs": 0})])

@@ -6,8 +6,10 @@ import asyncio
 import json
 import os
 import time
+from types import SimpleNamespace
 
 import pytest
+from testkit.waiting import LIMIT_S
 
 from services.gateway.server import Drain
 from services.messages import TokenEvent
@@ -71,7 +73,7 @@ async def test_a_kept_connection_is_closed_before_requests_are_refused_and_a_bus
     busy = asyncio.create_task(gateway.http.post("/v1/completions", json=ASK))
     [request] = await gateway.queue.wait_for("admitted")
     drain = asyncio.create_task(_drain(gateway, delay_s=0.01, timeout_s=30).run())
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(LIMIT_S):
         assert await idle.read() == b""
     while not gateway.intake.draining:
         await asyncio.sleep(0.001)
@@ -94,7 +96,7 @@ async def test_a_client_that_does_not_know_that_it_leaves_is_served_on_the_same_
     await asyncio.sleep(3 * delay_s)
     assert not gateway.intake.draining
     gateway.queue.emit(*script.events(request, [5, 6])[1:])
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(LIMIT_S):
         await reader.readuntil(b"0\r\n\r\n")
         writer.write(_post(ASK))
         answer = await reader.read()
@@ -114,7 +116,7 @@ async def test_nobody_waits_for_a_connection_that_sends_what_is_no_request(gatew
     writer.write(body)
     await asyncio.sleep(IDLE_S)
     assert gateway.server.close_idle(IDLE_S / 2) == 0
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(LIMIT_S):
         await _drain(gateway, delay_s=0.01, timeout_s=60).run()
     assert gateway.intake.draining
     writer.close()
@@ -124,7 +126,7 @@ async def test_requests_are_refused_after_half_of_the_time_whatever_is_kept_open
     """What comes then could not be finished: the other half is for the open ones."""
     reader, writer, request, _ = await _streaming(gateway, script)
     drain = asyncio.create_task(_drain(gateway, delay_s=0.01, timeout_s=2).run())
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(LIMIT_S):
         while not gateway.intake.draining:
             await asyncio.sleep(0.01)
         assert not drain.done()
@@ -139,7 +141,7 @@ async def test_a_connection_whose_client_stays_silent_is_closed_after_its_answer
     drain = asyncio.create_task(_drain(gateway, delay_s=0.01, timeout_s=30).run())
     await asyncio.sleep(IDLE_S)
     gateway.queue.emit(*script.events(request, [5, 6])[1:])
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(LIMIT_S):
         assert (await reader.read()).endswith(b"0\r\n\r\n")
         await drain
     writer.close()
@@ -160,18 +162,24 @@ def _post(body: dict[str, object]) -> bytes:
     return head.encode() + b"\r\n\r\n" + text
 
 
-@pytest.mark.parametrize(("keeps_asking", "delays"), [(True, 3.0), (False, 1.0)])
-async def test_it_goes_on_while_requests_come_but_not_for_ever(gateway, script, keeps_asking, delays) -> None:
+@pytest.mark.parametrize(("every_s", "ends_s"), [(0.4, 3.0), (None, 1.0)])
+async def test_it_goes_on_while_requests_come_but_not_for_ever(gateway, script, monkeypatch, every_s, ends_s) -> None:
     gateway.queue.answer = lambda request: script.events(request, [5, 6])
-    began, delay_s = time.monotonic(), 1.0  # a machine that does other work asks seldom
-    drain = asyncio.create_task(_drain(gateway, delay_s=delay_s).run())
-    await asyncio.sleep(0)
-    while keeps_asking and not gateway.intake.draining:
-        answer = await gateway.http.post("/v1/completions", json=ASK)
-        assert answer.status_code == 200 or gateway.intake.draining
-    await drain
-    assert time.monotonic() - began >= delays * delay_s
-    assert keeps_asking or time.monotonic() - began < 3 * delay_s
+    began = time.monotonic()
+    await gateway.http.post("/v1/completions", json=ASK)
+    assert gateway.intake.asked_at > began
+    now, gateway.intake.asked_at = 0.0, -1.0
+
+    async def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+        gateway.intake.asked_at = -1.0 if every_s is None else now // every_s * every_s
+
+    drain = _drain(gateway, delay_s=1.0)
+    monkeypatch.setattr("services.gateway.server.time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr("services.gateway.server.asyncio", SimpleNamespace(sleep=sleep))
+    await drain._until_quiet()
+    assert now == pytest.approx(ends_s)
 
 
 async def test_a_connection_with_a_request_that_was_not_read_yet_is_not_closed(gateway) -> None:
@@ -182,7 +190,7 @@ async def test_a_connection_with_a_request_that_was_not_read_yet_is_not_closed(g
     await asyncio.sleep(IDLE_S)
     os.write(to_late.get_extra_info("socket").fileno(), b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
     gateway.server.close_idle(IDLE_S / 2)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(LIMIT_S):
         assert (await late.readuntil(b"}")).startswith(b"HTTP/1.1 200")
     to_late.close()
 
@@ -192,7 +200,7 @@ async def test_a_connection_whose_first_request_is_on_its_way_is_not_closed(gate
     await gateway.http.get("/health")  # by now the connection is taken
     gateway.server.close_idle(IDLE_S / 2)
     to_late.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(LIMIT_S):
         assert (await late.readuntil(b"}")).startswith(b"HTTP/1.1 200")
     to_late.close()
 

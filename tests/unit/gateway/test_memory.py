@@ -10,6 +10,7 @@ import sys
 import weakref
 
 import pytest
+from testkit.waiting import LIMIT_S, eventually
 
 from services.gateway import memory
 from services.gateway.memory import MemoryGiver, held_bytes
@@ -105,7 +106,7 @@ async def test_holes_in_the_heap_go_back(monkeypatch: pytest.MonkeyPatch) -> Non
         ctypes.memset(piece, 1, 8000)
     for piece in pieces[:-1]:  # the last one keeps the heap's end where it is
         libc.free(piece)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(LIMIT_S):
         while held_bytes() - base > 100 * MIB:
             await asyncio.sleep(0.02)
     libc.free(pieces[-1])
@@ -128,9 +129,7 @@ async def test_garbage_goes_where_more_is_held_and_is_left_otherwise(monkeypatch
         await asyncio.sleep(0.1)
         assert garbage() is not None
         held = 200 * MIB
-        async with asyncio.timeout(20):
-            while garbage() is not None:
-                await asyncio.sleep(0.01)
+        await eventually(lambda: garbage() is None)
     finally:
         gc.enable()
         giving.cancel()

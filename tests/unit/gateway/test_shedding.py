@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from testkit.waiting import eventually
 
 from services.errors import Overloaded
 from services.gateway.auth import ApiKey, digest
@@ -86,9 +87,7 @@ async def test_a_kept_answer_that_gave_way_is_made_again(start, script):
     large, _ = await ask(gateway, "greedy", n=4, logprobs=5)
     for request in gateway.queue.admitted[-4:]:
         gateway.queue.emit(*script.events(request, [7] * 180, finish=None))
-    async with asyncio.timeout(20):
-        while job.error is None:
-            await asyncio.sleep(0.001)
+    await eventually(lambda: job.error is not None)
     large.cancel()
     gateway.queue.records.clear()
     again, request = await ask(gateway, "greedy", logprobs=5, headers={"Idempotency-Key": "k"})

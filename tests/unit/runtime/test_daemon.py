@@ -6,7 +6,7 @@ import asyncio
 import threading
 
 import pytest
-from testkit.processes.servers import wait_until
+from testkit.waiting import until
 
 from services.runtime import in_daemon, left_behind
 
@@ -34,4 +34,4 @@ async def test_a_cancelled_wait_leaves_the_work_behind() -> None:
     assert left_behind()
     go.set()
     assert await asyncio.to_thread(ended.wait, 20)
-    await asyncio.to_thread(wait_until, lambda: not left_behind(), 20, "its thread has ended")
+    await asyncio.to_thread(until, lambda: not left_behind(), "its thread has ended")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from kubernetes.client.api_client import ApiClient
 from kubernetes.client.configuration import Configuration
 from kubernetes.config.incluster_config import InClusterConfigLoader
 from testkit.kube.workload_api import ApiServer, stateful_set
+from testkit.waiting import until
 
 from services.errors import ConfigError, KubernetesUnavailable
 from services.messages import ExpertInfo, SeatReport
@@ -27,13 +27,6 @@ from services.scheduler.scaling import Replicas, Target
 TIMEOUT_S = 20.0
 EXPERTS = Target("experts", 0)
 Connect = Callable[[], Api]
-
-
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.01)
 
 
 def connecting(url: str) -> Connect:

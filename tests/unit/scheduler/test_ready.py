@@ -6,8 +6,9 @@ import asyncio
 
 from prometheus_client import CollectorRegistry
 from redis.asyncio import Redis
-from testkit.processes.roles import KEYS, eventually
+from testkit.processes.roles import KEYS
 from testkit.queue.redis_server import RedisServer
+from testkit.waiting import eventually
 
 from services.metrics import SchedulerMetrics
 from services.queue.limits import QueueLimits

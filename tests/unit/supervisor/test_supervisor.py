@@ -17,7 +17,8 @@ from typing import Any
 
 import psutil
 import pytest
-from testkit.processes.stand_in_roles import Notes, killed_and_reported, notes_in, until
+from testkit.processes.stand_in_roles import Notes, killed_and_reported, notes_in
+from testkit.waiting import LIMIT_S, eventually
 
 from services.config import Settings
 from services.errors import CheckpointError, ConfigError, PortInUse
@@ -77,7 +78,7 @@ async def _run(during: Callable[[str], Awaitable[None]], **values: Any) -> int:
         finally:
             stop.set()
 
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(LIMIT_S):
         return await _supervisor(on_ready, **values).run(stop)
 
 
@@ -87,7 +88,7 @@ async def _nothing(_: str) -> None:
 
 def _until_started(home: Path, count: int) -> Callable[[str], Awaitable[None]]:
     """The stand-in for the gateway is ready once three roles are."""
-    return lambda _: until(lambda: len(notes_in(home)) == count)
+    return lambda _: eventually(lambda: len(notes_in(home)) == count)
 
 
 async def test_every_role_gets_the_effective_settings(home: Path) -> None:
@@ -116,7 +117,7 @@ async def test_ready_is_announced_once_and_so_is_the_end(home: Path, capsys: pyt
         urls.append(url)
 
     async def become_ready() -> None:
-        await until(lambda: len(notes_in(home)) == 3)
+        await eventually(lambda: len(notes_in(home)) == 3)
         await asyncio.sleep(0.5)
         assert not urls
         (home / "not-ready").unlink()
@@ -157,7 +158,7 @@ async def test_a_role_that_dies_is_started_again(home: Path, role: str) -> None:
 
     async def during(_: str) -> None:
         os.kill(lives()[0]["pid"], signal.SIGKILL)
-        await until(lambda: len(lives()) == 2)
+        await eventually(lambda: len(lives()) == 2)
 
     assert await _run(during) == 0
     first, second = lives()
@@ -171,7 +172,7 @@ async def test_redis_is_started_again_at_the_same_place(
         path = Path(notes_in(home)[0]["settings"]["redis_url"].removeprefix("unix://"))
         server = next(child for child in offspring() if child.name() == "redis-server")
         server.kill()
-        await until(lambda: _answers(path) and not server.is_running())
+        await eventually(lambda: _answers(path) and not server.is_running())
 
     assert await _run(during) == 0
 
@@ -243,7 +244,7 @@ async def test_a_replica_that_keeps_dying_does_not_end_the_server(home: Path, ca
         return [note["role"] for note in notes_in(home)].count("experts-1")
 
     async def during(_: str) -> None:
-        await until(lambda: lives() == 7)
+        await eventually(lambda: lives() == 7)
 
     assert await _run(during, layout="disaggregated", expert_workers=2, **_EXPERTS) == 0
     assert "experts-1 keeps failing" in caplog.text
@@ -302,7 +303,7 @@ async def test_fewer_groups_than_workers_with_seats_make_replicas(home: Path) ->
     (home / "colocated-1.fail").write_text("70 kill 70 70 70 70")
 
     async def during(_: str) -> None:
-        await until(lambda: [note["role"] for note in notes_in(home)].count("colocated-1") == 7)
+        await eventually(lambda: [note["role"] for note in notes_in(home)].count("colocated-1") == 7)
 
     assert await _run(during, workers=3, expert_groups=1, **_SEATS) == 0, "two others hold all experts"
 
@@ -358,7 +359,7 @@ async def test_a_second_signal_does_not_wait(home: Path, offspring: Callable[[],
     stop = asyncio.Event()
     supervisor = _supervisor()
     running = asyncio.create_task(supervisor.run(stop))
-    await until(lambda: len(notes_in(home)) == 3)
+    await eventually(lambda: len(notes_in(home)) == 3)
     stop.set()
     await asyncio.sleep(0.3)
     assert not running.done()
@@ -390,7 +391,7 @@ async def test_the_file_with_its_url_is_handed_on_and_not_what_is_in_it(home: Pa
 
 async def test_redis_learns_of_a_worker_that_ended(home: Path, redis_url: str) -> None:
     async def during(_: str) -> None:
-        await until(lambda: len(notes_in(home)) == 3)
+        await eventually(lambda: len(notes_in(home)) == 3)
         attention = next(note for note in notes_in(home) if note["role"] == "attention")
         await killed_and_reported(redis_url, "of-a-server", attention)
 

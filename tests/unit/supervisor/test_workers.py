@@ -16,7 +16,8 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from testkit.processes.servers import free_ports
-from testkit.processes.stand_in_roles import killed_and_reported, notes_in, until
+from testkit.processes.stand_in_roles import killed_and_reported, notes_in
+from testkit.waiting import LIMIT_S, eventually
 
 from services.config import Settings
 from services.errors import PortInUse
@@ -60,7 +61,7 @@ async def _run(home: Path, during: During | None = None, **values: object) -> in
     """Exit code of workers that are stopped when ``during`` has; without it they end by themselves."""
     stop = asyncio.Event()
     running = asyncio.create_task(_workers(home, **values).run(stop))
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(LIMIT_S):
         if during is not None:
             await during()
             assert not running.done()
@@ -74,7 +75,7 @@ def _started(home: Path) -> dict[str, dict[str, Any]]:
 
 
 def _until_started(home: Path, count: int) -> During:
-    return lambda: until(lambda: len(notes_in(home)) == count)
+    return lambda: eventually(lambda: len(notes_in(home)) == count)
 
 
 async def test_each_worker_has_a_gpu_and_ports_of_its_own(home: Path) -> None:
@@ -154,7 +155,7 @@ async def _get(port: int, name: str) -> httpx.Response:
 
 
 async def _until_ready(port: int, text: str = "ready\n") -> None:
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(LIMIT_S):
         while True:
             with contextlib.suppress(httpx.HTTPError):
                 if (await _get(port, "ready")).text == text:
@@ -179,15 +180,15 @@ async def test_one_that_answers_no_more_is_killed_and_comes_again(home: Path, ca
     (home / "pages").touch()
     port, stop = free_ports(3), asyncio.Event()
     running = asyncio.create_task(
-        _workers(home, stuck_s=1.0, layout="colocated", workers=2, metrics_port=port).run(stop)
+        _workers(home, stuck_s=6.0, layout="colocated", workers=2, metrics_port=port).run(stop)
     )
     await _until_ready(port)
     victim = next(note for note in notes_in(home) if note["role"] == "colocated-1")
     os.kill(victim["pid"], signal.SIGSTOP)
-    await until(lambda: len(notes_in(home)) == 3)
+    await eventually(lambda: len(notes_in(home)) == 3)
     await _until_ready(port)
     assert notes_in(home)[-1]["role"] == "colocated-1"
-    assert "colocated-1 has not answered for 1 s; killing it" in caplog.text
+    assert "colocated-1 has not answered for 6 s; killing it" in caplog.text
     stop.set()
     assert await running == 0
 
@@ -211,7 +212,7 @@ async def test_once_they_have_served_no_code_of_one_ends_the_others(home: Path, 
     async def during() -> None:
         await _until_ready(port)
         (home / "colocated-1.end").write_text(str(code))
-        await until(lambda: len(notes_in(home)) == 3)
+        await eventually(lambda: len(notes_in(home)) == 3)
         await _until_ready(port)
 
     assert await _run(home, during, layout="colocated", workers=2, metrics_port=port) == 0
@@ -233,7 +234,7 @@ async def test_one_that_dies_comes_again_as_it_was_and_is_counted(home: Path) ->
         await _until_started(home, 2)()
         victim = next(note for note in notes_in(home) if note["role"] == "colocated-1")
         os.kill(victim["pid"], signal.SIGKILL)
-        await until(lambda: len(notes_in(home)) == 3)
+        await eventually(lambda: len(notes_in(home)) == 3)
         page = await asyncio.to_thread(httpx.get, f"http://127.0.0.1:{port}/metrics")
         assert 'expertmesh_worker_starts_total{role="workers",worker="colocated-1"} 2.0' in page.text
 
@@ -300,8 +301,8 @@ async def test_a_second_signal_does_not_wait(home: Path) -> None:
     running = asyncio.create_task(workers.run(stop))
     await _until_started(home, 2)()
     stop.set()
-    await until(lambda: notes_in(home, "stopped"))
+    await eventually(lambda: notes_in(home, "stopped"))
     assert not running.done()
     workers.kill()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(LIMIT_S):
         assert await running == FORCED

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from testkit.processes.iproute import delay_obstacle, obstacle, run
 from testkit.processes.netns import Host, Network, open_network, sweep
-from testkit.processes.servers import wait_until
+from testkit.waiting import LIMIT_S, until
 
 ECHO = """
 import socket, sys
@@ -85,7 +85,7 @@ def test_a_delay_holds_every_frame_keeps_order_and_ends(network: Network) -> Non
             assert all(there_and_back(connection) >= 2 * seconds for _ in range(3))
         there_and_back(connection, bytes(range(256)) * 200)
         host.cable.delay(0)
-        assert min(there_and_back(connection) for _ in range(20)) < 0.02
+        until(lambda: there_and_back(connection) < 2 * 0.02, "no frame is held")
 
 
 def test_a_limit_bounds_the_rate_in_each_direction(network: Network) -> None:
@@ -96,7 +96,7 @@ def test_a_limit_bounds_the_rate_in_each_direction(network: Network) -> None:
         limited = there_and_back(connection, data)
         assert limited >= 0.8 * (len(data) - 2 * 65_536) * 8 / 20e6, "2.5 MB/s, less a burst each way"
         host.cable.limit(None)
-        assert min(there_and_back(connection, data) for _ in range(5)) < limited / 2
+        until(lambda: there_and_back(connection, data) < limited / 2, "the rate is not bounded")
 
 
 def test_a_signal_reaches_the_process_itself(network: Network) -> None:
@@ -132,11 +132,11 @@ def test_what_a_killed_test_left_behind_is_swept(network: Network) -> None:
     assert _runs(pid)
     mine = network.host("stays")
     killed.stdin.close()
-    assert killed.wait(10) == -9  # from now on any process may sweep, not this one alone
+    assert killed.wait(LIMIT_S) == -9  # from now on any process may sweep, not this one alone
     sweep()
-    wait_until(lambda: namespace not in run("ip", "netns"), 10, "its namespace is gone")
+    until(lambda: namespace not in run("ip", "netns"), "its namespace is gone")
     assert mine.namespace in run("ip", "netns"), "another test's hosts stay"
-    wait_until(lambda: not _runs(pid), 10, "its process is gone")
+    until(lambda: not _runs(pid), "its process is gone")
 
 
 def _runs(pid: str) -> bool:

@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 import psutil
-from testkit.processes.servers import free_port, wait_until
+from testkit.processes.servers import free_port
+from testkit.waiting import until
 
 SCRIPT = """
 import sys, time
@@ -29,4 +30,4 @@ def test_redis_ends_with_a_test_that_was_killed(tmp_path: Path) -> None:
     assert redis.is_running()
     process.kill()
     process.wait()
-    wait_until(lambda: not redis.is_running() or redis.status() == psutil.STATUS_ZOMBIE, 20, "Redis is gone")
+    until(lambda: not redis.is_running() or redis.status() == psutil.STATUS_ZOMBIE, "Redis is gone")

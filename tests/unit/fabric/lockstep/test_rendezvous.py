@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace as replace_facts
-from testkit.processes.servers import free_port, wait_until
+from testkit.processes.servers import free_port
+from testkit.waiting import until
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from services.errors import ConfigError, PortInUse, ProtocolMismatch, SecretMismatch
@@ -85,7 +86,7 @@ def test_a_rank_of_a_release_without_a_version_in_common_does_not_wait_for_ever(
         ProtocolMismatch, match=r"\(release 0\.0\.9\) speaks version 1 .* \(release 9\.9\.9\) versions 2"
     ):
         join(replace(meeting("127.0.0.1", port), rank=1), facts)
-    wait_until(lambda: faults.totals() == {"protocol_mismatch": 1}, 20, "it is counted")
+    until(lambda: faults.totals() == {"protocol_mismatch": 1}, "it is counted")
     found.proxy.close()
 
 
@@ -94,7 +95,7 @@ def test_connections_that_say_nothing_keep_nobody_out(monkeypatch: pytest.Monkey
     port = free_port()
     found = _store(meeting("127.0.0.1", port))
     silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(MAX_UNPROVEN)]
-    wait_until(lambda: all(closed(sock) for sock in silent), 30, "silent ones are shown out")
+    until(lambda: all(closed(sock) for sock in silent), "silent ones are shown out")
     ClientProxy("127.0.0.1", port, secret=SECRET, name="rank 1").close()
     found.proxy.close()
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from testkit.processes.servers import wait_until
+from testkit.waiting import LIMIT_S, until
 from torch import Tensor
 from torch.distributed import TCPStore
 
@@ -261,9 +261,9 @@ async def test_a_wake_up_that_is_closed_leaves_no_thread(state: str) -> None:
         assert notified.wait(10)
     if state == "without a store":
         del store
-        wait_until(lambda: silent(wake_up), 10, "notifying fails")  # what is sent first gets lost
+        until(lambda: silent(wake_up), "notifying fails")  # what is sent first gets lost
     (thread,) = set(threading.enumerate()) - before
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(LIMIT_S):
         await in_daemon("close", wake_up.close)
     assert not thread.is_alive()
 

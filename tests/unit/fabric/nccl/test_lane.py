@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
+from threading import Semaphore
 from typing import Any
 
 import pytest
 import torch
 from testkit.fabric.gloo_groups import GlooGroups
 from testkit.fabric.peer_weights import digests_of
-from testkit.fabric.tcp import FAST, SECRET, hello, lanes_of, linked, seat_of, send, serve, table_of
+from testkit.fabric.tcp import CALM, SECRET, hello, lanes_of, linked, seat_of, send, serve, table_of
+from testkit.waiting import LIMIT_S, until
 
 from services.errors import CallFailed, ConfigError, ExpertMeshError, ExpertUnavailable, LaneFailed, SeatLost, WireError
 from services.experts.weight_sources import WeightSources, given
@@ -60,7 +63,7 @@ def test_seats_with_and_without_a_lane_serve_one_link(served: Serve) -> None:
     with_lane, without = served(lane="gloo"), served()
     table = table_of(seat_of(with_lane, 0), seat_of(without, 1))
     with linked(table, lanes=lanes_of("gloo", required=False)) as link:
-        assert soon(lambda: lanes_in_use(link) == {0: True, 1: False})
+        until(lambda: lanes_in_use(link) == {0: True, 1: False})
         handles = [link.dispatch(0, ONES, torch.zeros(3, 1).long(), torch.ones(3, 1)) for _ in range(20)]
         assert all(torch.equal(link.combine(handle), 2 * ONES) for handle in handles)
     assert with_lane.counts.calls > 0
@@ -78,13 +81,13 @@ def test_a_word_of_lanes_that_nobody_offered_ends_the_connection(served: Serve) 
     with linked(table_of(seat_of(server, 0))) as link:
         for peer in list(server._peers):
             peer.send(Kind.LANE, LaneNote(key="x", value=b""))
-        assert soon(lambda: connections(link)[0] > 1)
+        until(lambda: connections(link)[0] > 1)
         assert torch.equal(send(link, ONES), 2 * ONES)
 
 
 def test_a_required_lane_that_cannot_be_is_named(served: Serve) -> None:
     with linked(table_of(seat_of(served(), 0)), ready=False, lane="gloo", unavailable_s=0.3) as link:
-        assert soon(lambda: all(seat.problem is not None for seat in link._seats.links.values()))
+        until(lambda: all(seat.problem is not None for seat in link._seats.links.values()))
         with pytest.raises(ExpertUnavailable, match="can have no gloo lane: it offers none"):
             send(link, ONES)
 
@@ -94,7 +97,7 @@ def held_proof(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     go, real = threading.Event(), nccl_opening._prove
 
     def waiting(lane: Lane, until: float, broken: Callable[[], bool]) -> None:
-        assert go.wait(20)
+        assert go.wait(LIMIT_S)
         real(lane, until, broken)
 
     monkeypatch.setattr(nccl_opening, "_prove", waiting)
@@ -113,9 +116,8 @@ def test_rows_go_in_frames_until_the_lane_is_there_and_none_is_lost(
         assert torch.equal(send(link, ONES), 2 * ONES)
         assert lanes_in_use(link) == {0: False}
         go.set()
-        until, since = time.monotonic() + 60, 0
+        since = 0
         while since < 50:  # some calls are under way whenever it changes
-            assert time.monotonic() < until, "there is no lane"
             since += lanes_in_use(link)[0]
             xs = [torch.randn(rows, 4) for rows in (1, 7, 64)]
             handles = [link.dispatch(0, x, torch.zeros(len(x), 1).long(), torch.ones(len(x), 1)) for x in xs]
@@ -128,7 +130,7 @@ def test_small_calls_go_in_frames_where_there_is_a_lane(served: Serve) -> None:
     server = served(lane="gloo")
     lanes = Lanes(GlooGroups(), least_bytes=64 * 4 * 4)
     with linked(table_of(seat_of(server, 0)), lanes=lanes) as link:
-        assert soon(lambda: lanes_in_use(link)[0])
+        until(lambda: lanes_in_use(link)[0])
         for rows in (1, 63, 64, 3, 200, 5):
             x_TD = torch.randn(rows, 4)
             assert torch.equal(send(link, x_TD), 2 * x_TD)
@@ -151,7 +153,7 @@ def test_a_replica_whose_lane_is_being_made_is_used_only_where_there_is_no_other
             send(link, ONES)
         assert (first.counts.calls, second.counts.calls) == (0, 5)
         go.set()
-        assert soon(lambda: lanes_in_use(link)[0])
+        until(lambda: lanes_in_use(link)[0])
         send(link, ONES)
         assert (first.counts.calls, second.counts.calls) == (1, 5)
 
@@ -173,44 +175,51 @@ class Carrier:
         return False
 
 
+def looks(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
+    """How often each seat's thread has looked whether it is time for a lane."""
+    seen, real = Counter[int](), SeatLink._maybe_open_lane
+
+    def counted(self: SeatLink, connection: Any) -> None:
+        real(self, connection)
+        seen[self.seat.number] += 1
+
+    monkeypatch.setattr(SeatLink, "_maybe_open_lane", counted)
+    return seen
+
+
 def test_where_small_calls_go_another_way_a_lane_comes_later_for_a_large_one(
     served: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tcp_seat, "LANE_LATER_S", 1.0)
-    few, many, began = torch.ones(64, 4), torch.ones(65, 4), time.monotonic()
-    with linked(
-        table_of(seat_of(served(lane="gloo"), 0)), lanes=lanes_of("gloo", required=False), extension=Carrier()
-    ) as link:
-        time.sleep(1.0 + 3 * FAST.alive_s)
+    monkeypatch.setattr(tcp_seat, "LANE_LATER_S", 0.0)
+    few, many, looked = torch.ones(64, 4), torch.ones(65, 4), looks(monkeypatch)
+    options: dict[str, Any] = {"lanes": lanes_of("gloo", required=False), "extension": Carrier()}
+    with linked(table_of(seat_of(served(lane="gloo"), 0)), **options) as link:
         assert torch.equal(send(link, few), 2 * few)
-        time.sleep(3 * FAST.alive_s)
-        (seat,) = link._seats.links.values()
-        assert not seat.lane, "nobody wants one"
+        since = looked[0]
+        until(lambda: looked[0] > since + 3, "its thread has looked again")
+        assert lanes_in_use(link) == {0: False}, "nobody wants one"
         assert torch.equal(send(link, many), 2 * many)
-        assert soon(lambda: lanes_in_use(link)[0])
+        until(lambda: lanes_in_use(link)[0])
         assert torch.equal(send(link, many), 2 * many)
-    monkeypatch.setattr(tcp_seat, "LANE_LATER_S", 2.0)
+    monkeypatch.setattr(tcp_seat, "LANE_LATER_S", 0.5)
     began = time.monotonic()
-    with linked(
-        table_of(seat_of(served(lane="gloo"), 1)), lanes=lanes_of("gloo", required=False), extension=Carrier()
-    ) as link:
+    with linked(table_of(seat_of(served(lane="gloo"), 1)), **options) as link:
         assert torch.equal(send(link, many), 2 * many)
-        assert soon(lambda: lanes_in_use(link)[1])
-        assert time.monotonic() - began >= 2.0
+        until(lambda: lanes_in_use(link)[1])
+        assert time.monotonic() - began >= 0.5
 
 
 def test_such_lanes_are_opened_one_after_the_other_and_not_to_a_seat_that_goes(
     served: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tcp_seat, "LANE_LATER_S", 0.1)
-    go_on, opening, most = threading.Event(), list[int](), list[int]()
+    monkeypatch.setattr(tcp_seat, "LANE_LATER_S", 0.0)
+    go, looked, opened, under_way = threading.Event(), looks(monkeypatch), list[int](), Semaphore(1)
 
     def slow(lane: Lane, until: float, broken: Callable[[], bool]) -> None:
-        opening.append(1)
-        most.append(len(opening))
-        assert go_on.wait(20)
+        opened.append(under_way.acquire(blocking=False))
+        assert go.wait(LIMIT_S)
+        under_way.release()
         real(lane, until, broken)
-        opening.pop()
 
     real = nccl_opening._prove
     monkeypatch.setattr(nccl_opening, "_prove", slow)
@@ -219,14 +228,14 @@ def test_such_lanes_are_opened_one_after_the_other_and_not_to_a_seat_that_goes(
     with linked(table_of(*seats, groups=groups), lanes=lanes_of("gloo", required=False), extension=Carrier()) as link:
         for expert in (0, 3, 7):
             assert torch.equal(send(link, many, expert), 2 * many)
-        assert soon(lambda: bool(opening))
-        time.sleep(0.1 + 3 * FAST.alive_s)
-        assert most == [1]
+            until(lambda: opened, "the lane to the first seat is being opened")
+        since = dict(looked)
+        until(lambda: all(looked[seat] > since[seat] + 3 for seat in (1, 2)), "the others' threads have looked again")
         link.apply(table_of(*seats[:2], groups=groups, epoch=2))
-        go_on.set()
-        assert soon(lambda: all(lanes_in_use(link).values()))
-        time.sleep(3 * FAST.alive_s)
-    assert most in ([1, 1], [1, 1, 1]), "the third is gone, unless it was the first"
+        until(lambda: set(link._seats.links) == {0, 1} or 2 not in lanes_in_use(link), "the third is gone")
+        go.set()
+        until(lambda: all(lanes_in_use(link).values()))
+    assert opened == [True, True], "one at a time, and none to the third"
 
 
 def test_a_required_lane_comes_at_once(served: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,7 +252,7 @@ def test_where_a_lane_fails_rows_go_in_frames(served: Serve, monkeypatch: pytest
     real = nccl_opening._prove
     monkeypatch.setattr(nccl_opening, "_prove", damaged)
     with linked(table_of(seat_of(served(lane="gloo"), 0)), lanes=lanes_of("gloo", required=False)) as link:
-        assert soon(lambda: not link._seats.links[next(iter(link._seats.links))].awaits_lane)
+        until(lambda: not link._seats.links[next(iter(link._seats.links))].awaits_lane)
         assert torch.equal(send(link, ONES), 2 * ONES)
         assert lanes_in_use(link) == {0: False}
         assert connections(link) == {0: 1}
@@ -256,7 +265,7 @@ def test_an_expert_worker_whose_end_fails_is_sent_frames(served: Serve, monkeypa
     monkeypatch.setattr(nccl_opening, "_echo", failing)
     table = table_of(seat_of(served(lane="gloo"), 0))
     with linked(table, lanes=lanes_of("gloo", required=False)) as link:
-        assert soon(lambda: not link._seats.links[next(iter(link._seats.links))].awaits_lane)
+        until(lambda: not link._seats.links[next(iter(link._seats.links))].awaits_lane)
         assert torch.equal(send(link, ONES), 2 * ONES)
         assert (lanes_in_use(link), connections(link)) == ({0: False}, {0: 1})
 
@@ -268,7 +277,7 @@ def test_where_a_required_lane_fails_the_seat_is_not_used(served: Serve, monkeyp
     monkeypatch.setattr(nccl_opening, "_prove", failing)
     table = table_of(seat_of(served(lane="gloo"), 0))
     with linked(table, ready=False, lane="gloo", unavailable_s=0.3) as link:
-        assert soon(lambda: all(seat.problem is not None for seat in link._seats.links.values()))
+        until(lambda: all(seat.problem is not None for seat in link._seats.links.values()))
         with pytest.raises(ExpertUnavailable, match="No memory"):
             send(link, ONES)
 
@@ -297,14 +306,7 @@ def test_openings_that_are_stuck_are_counted_and_no_thread_is_given_to_more(
         assert not asked.acquire(blocking=False), "it was tried once more"
     finally:
         released.set()
-    assert soon(lambda: lanes.stuck() == 0)
-
-
-def soon(condition: Callable[[], bool]) -> bool:
-    until = time.monotonic() + 30
-    while not condition() and time.monotonic() < until:
-        time.sleep(0.01)
-    return condition()
+    until(lambda: lanes.stuck() == 0)
 
 
 def test_a_lane_that_ends_between_calls_costs_a_resend(served: Serve) -> None:
@@ -365,7 +367,7 @@ class Spec:
 
 
 def weight_sources(*seats: Any, group: ShardGroup, held: dict[int, ExpertWeights]) -> WeightSources:
-    facts = Facts(hello=hello(), secret=SECRET, timing=FAST, max_bytes=1 << 20, lanes=lanes_of("gloo"))
+    facts = Facts(hello=hello(), secret=SECRET, timing=CALM, max_bytes=1 << 20, lanes=lanes_of("gloo"))
     table, digests = table_of(*seats, groups=[group], experts=3), digests_of(held, 6)
     return WeightSources(lambda: table, facts, Spec(), torch.float32, lambda: digests)  # type: ignore[arg-type]
 
@@ -427,7 +429,7 @@ def test_a_peer_of_another_cut_or_without_lane_is_no_source(served: Serve) -> No
 
 def test_a_damaged_tensor_is_refused(served: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     server = served(lane="gloo", weights=given(layers()))
-    facts = Facts(hello=hello(), secret=SECRET, timing=FAST, max_bytes=1 << 20, lanes=lanes_of("gloo"))
+    facts = Facts(hello=hello(), secret=SECRET, timing=CALM, max_bytes=1 << 20, lanes=lanes_of("gloo"))
     shapes = {0: {"gate_up": (3, 12, 4), "down": (3, 4, 6)}}
 
     def asked(shapes: nccl_weights.Shapes) -> ExpertMeshError:

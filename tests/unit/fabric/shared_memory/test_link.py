@@ -17,8 +17,8 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from testkit.fabric.tcp import FAST, SECRET, hello, seat_of, serve, table_of
-from testkit.processes.servers import wait_until
+from testkit.fabric.tcp import CALM, SECRET, hello, seat_of, serve, table_of
+from testkit.waiting import until
 from torch import Tensor
 
 from moe_kernels.exchange.layout import Layout
@@ -85,7 +85,7 @@ def linked(
     table = table_of(*(msgspec.structs.replace(place, node="here") for place in places), groups=groups)
     link = SharedMemoryLink(
         lambda extension: TcpLink(
-            table, Facts(hello=hello(), secret=SECRET, timing=FAST), extension=extension, unavailable_s=LONG_S
+            table, Facts(hello=hello(), secret=SECRET, timing=CALM), extension=extension, unavailable_s=LONG_S
         ),
         table,
         memory=HostMemory(),
@@ -157,7 +157,7 @@ def test_time_with_rows_through_memory_is_the_seats_and_waits_for_rows_are_not(m
             time.sleep(0.01)  # the last answer is there before its time is counted
         assert 3 * computing_s <= counted_s < pause_s
         assert seat.server.counts.seconds == 0.0
-    wait_until(lambda: not seat.host._clients, LONG_S, "the client is gone")
+    until(lambda: not seat.host._clients, "the client is gone")
     assert serving.busy_s == counted_s, "what it took stays"
 
 
@@ -211,7 +211,7 @@ def test_memory_is_shared_with_all_groups_or_not_with_all() -> None:
     with linked(seats, groups=groups) as link:
         assert link.wait_shared(LONG_S)
         seats[2].server.close()
-        wait_until(lambda: link.shared_seats() == 2, LONG_S, "the seat of the other group is lost")
+        until(lambda: link.shared_seats() == 2, "the seat of the other group is lost")
         assert not link.wait_shared(0.1), "two seats, but of one group"
 
 
@@ -352,7 +352,7 @@ def test_a_seat_waits_no_longer_for_a_step_given_up_though_no_other_comes(monkey
     """A seat that let a deadline pass gets rows over tcp from then on, and its GPU is to be free for them."""
     with linked_two_groups(monkeypatch) as (_, seats, run):
         assert not run(1, micro_batches=2)[0]
-        wait_until(seats[2].host.idle, LONG_S / 2, "the seat that lives has ended the step")
+        until(seats[2].host.idle, "the seat that lives has ended the step")
 
 
 @pytest.mark.parametrize(("choice", "found"), [("off", type(None)), ("auto", type(None)), ("host", HostMemory)])
@@ -400,7 +400,7 @@ def test_a_link_that_closes_lets_go_of_all_memory() -> None:
     with linked([Seat(0), Seat(1)]) as link:
         step(link, 3)
         assert memory_files() > before
-    wait_until(lambda: memory_files() == before, LONG_S, "nobody holds memory")
+    until(lambda: memory_files() == before, "nobody holds memory")
 
 
 def memory_files() -> int:

@@ -16,7 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from testkit.fabric.tcp import FAST, SECRET, double, hello, linked, pair, seat_of, send, serve, table_of
+from testkit.fabric.tcp import CALM, SECRET, double, hello, linked, pair, seat_of, send, serve, table_of
 
 from services.errors import (
     ConfigError,
@@ -258,7 +258,7 @@ def test_rows_travel_over_tls(tmp_path: Path) -> None:
     command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=localhost"
     names = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", cert]
     subprocess.run([*command.split(), *names], check=True, capture_output=True)
-    server = serve(tls=server_tls(Path(cert), Path(key)), timing=FAST)
+    server = serve(tls=server_tls(Path(cert), Path(key)), timing=CALM)
     x_TD = torch.randn(2000, 4)
     try:
         with linked(table_of(seat_of(server, 0)), tls=ClientTls(Path(cert))) as link:
@@ -281,7 +281,7 @@ def test_tls_files_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_a_server_listens_on_ipv6() -> None:
-    server = serve(host="::1", timing=FAST)
+    server = serve(host="::1", timing=CALM)
     try:
         assert server.address[0] == "::1"
         with linked(table_of(seat_of(server, 0))) as link:

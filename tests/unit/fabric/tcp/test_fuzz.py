@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 from testkit.fabric.frames import FRAMES, HANDLE, NONCE, mutated, nearly_frames, nearly_messages
 from testkit.fabric.shared_memory import serve_shared
 from testkit.fabric.tcp import SECRET, double, hello, linked, scaled, seat_of, send, serve, table_of
-from testkit.processes.servers import free_port, wait_until
+from testkit.processes.servers import free_port
+from testkit.waiting import until
 
 from services.errors import ExpertMeshError, FabricError, WireError
 from services.fabric.faults import Faults
@@ -136,7 +137,7 @@ def sent(seat: ExpertServer, data: bytes, *, proven: bool) -> None:
 
 def counted(seat: ExpertServer, wire_errors: int) -> None:
     """The connection is closed first."""
-    wait_until(lambda: seat.faults.totals().get("wire_error", 0) == wire_errors, 20, f"{wire_errors} are counted")
+    until(lambda: seat.faults.totals().get("wire_error", 0) == wire_errors, f"{wire_errors} are counted")
 
 
 @FUZZ
@@ -236,7 +237,7 @@ def deceived() -> Iterator[tuple[TcpLink, Impostor]]:
     table = table_of(seat_of(honest, 0), impostor.seat)
     try:
         with linked(table, timing=GENEROUS, ready=False) as link:
-            wait_until(lambda: 0 in link.usable(), 30, "the honest seat is there")
+            until(lambda: 0 in link.usable(), "the honest seat is there")
             yield link, impostor
     finally:
         impostor.close()
@@ -280,7 +281,7 @@ def test_a_seat_that_does_not_keep_to_the_protocol_is_counted_and_tried_again(
     with deceived() as (link, impostor):
         impostor.said.put((stage, data))
         impostor.done.get(timeout=60)
-        wait_until(lambda: link.faults() == {reason: 1}, 30, "it is counted")
+        until(lambda: link.faults() == {reason: 1}, "it is counted")
         assert torch.equal(send(link, ONES), 2 * ONES)
         impostor.said.put((stage, data))
         impostor.done.get(timeout=60)
@@ -303,7 +304,7 @@ def test_a_seat_that_never_stops_talking_is_not_listened_to_for_ever() -> None:
             sock, _ = listener.accept()
             threading.Thread(target=talk, args=(Stream(sock, silence_s=30, name="link"),), daemon=True).start()
             (only,) = link._seats.links.values()
-            wait_until(lambda: only.problem is not None, 30, "it was given up")
+            until(lambda: only.problem is not None, "it was given up")
             assert "took too long" in only.problem.message
 
 

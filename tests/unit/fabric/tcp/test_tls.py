@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from testkit.fabric.tcp import FAST, SECRET, linked, seat_of, send, serve, table_of
+from testkit.fabric.tcp import CALM, SECRET, linked, seat_of, send, serve, table_of
 from testkit.models.checkpoints import save_checkpoint
 from testkit.processes.certificates import Authority
-from testkit.processes.servers import wait_until
+from testkit.waiting import until
 
 from services.attention.setup.remote_link import remote_link
 from services.config import Settings
@@ -38,7 +38,7 @@ def authority(tmp_path: Path) -> Authority:
 
 @pytest.fixture
 def server(authority: Authority) -> Iterator[ExpertServer]:
-    running = serve(tls=ServerTls(*authority.certificate(f"DNS:{NAME}")), timing=FAST)
+    running = serve(tls=ServerTls(*authority.certificate(f"DNS:{NAME}")), timing=CALM)
     yield running
     running.close()
 
@@ -52,7 +52,7 @@ def refused(server: ExpertServer, tls: ClientTls | None) -> str:
     """Why an attention worker does not use the seat."""
     with linked(table_of(seat_of(server, 0)), tls=tls, ready=False) as link:
         (seat,) = link._seats.links.values()
-        wait_until(lambda: seat.problem is not None, 20, "it is refused")
+        until(lambda: seat.problem is not None, "it is refused")
         assert link.faults().get("tls", 0) >= 1
         assert not link.usable()
         return seat.problem.message
@@ -94,7 +94,7 @@ def test_a_secret_of_kubernetes_changes_by_a_link(tmp_path: Path, authority: Aut
     (tmp_path / "..data").symlink_to("..0")
     for file in ("tls.crt", "tls.key"):
         (tmp_path / file).symlink_to(f"..data/{file}")
-    server = serve(tls=ServerTls(tmp_path / "tls.crt", tmp_path / "tls.key"), timing=FAST)
+    server = serve(tls=ServerTls(tmp_path / "tls.crt", tmp_path / "tls.key"), timing=CALM)
     try:
         assert answered(server, ClientTls(authority.file, NAME))
         (tmp_path / "..tmp").symlink_to("..1")
@@ -155,7 +155,7 @@ def test_the_settings_of_both_roles_meet(tmp_path: Path, authority: Authority) -
             link = remote_link(settings, spec, torch.float32, CPU, "attention-0")
             link.apply(table)
             try:
-                wait_until(lambda: link.wait_ready(0.1) or link.faults(), 30, "it is used or refused")  # noqa: B023
+                until(lambda: link.wait_ready(0.1) or link.faults(), "it is used or refused")  # noqa: B023
                 assert (not link.missing(), link.faults().keys()) == (ready, {"tls"} - ({"tls"} if ready else set()))
             finally:
                 link.close()

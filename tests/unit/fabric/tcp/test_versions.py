@@ -12,7 +12,7 @@ import msgspec
 import pytest
 import torch
 from testkit.fabric.tcp import SECRET, hello, linked, pair, seat_of, send, serve, table_of
-from testkit.processes.servers import wait_until
+from testkit.waiting import until
 
 from services.errors import ExpertMeshError, FabricError, ProtocolMismatch, SecretMismatch
 from services.fabric.tcp import handshake as tcp_handshake
@@ -86,8 +86,8 @@ def test_a_frame_of_another_version_ends_its_connection_alone() -> None:
             (seat,) = link._seats.links.values()
             assert seat._connection is not None
             seat._connection.peer._version = 2
-            wait_until(lambda: server.faults.totals() == {"protocol_mismatch": 1}, 20, "it was noticed")
-            wait_until(lambda: len(link.usable()) == 1, 20, "and connected again")
+            until(lambda: server.faults.totals() == {"protocol_mismatch": 1}, "it was noticed")
+            until(lambda: len(link.usable()) == 1, "and connected again")
             assert torch.equal(send(link, ONES), 2 * ONES)
             assert seat.connections == 2
     finally:
@@ -99,13 +99,13 @@ def test_a_seat_that_is_refused_is_counted_and_used_once_it_speaks() -> None:
     seat = seat_of(old, 0)
     try:
         with linked(table_of(seat), spoken=speaks, ready=False) as link:
-            wait_until(lambda: link.faults().get("protocol_mismatch", 0) >= 2, 20, "it is tried again")
-            wait_until(lambda: old.faults.totals().get("protocol_mismatch", 0) >= 2, 20, "and counted there, too")
+            until(lambda: link.faults().get("protocol_mismatch", 0) >= 2, "it is tried again")
+            until(lambda: old.faults.totals().get("protocol_mismatch", 0) >= 2, "and counted there, too")
             assert old.failure is None
             old.close()
             upgraded = serve(spoken=speaks, port=seat.port)
             try:
-                wait_until(lambda: len(link.usable()) == 1, 20, "the seat was upgraded")
+                until(lambda: len(link.usable()) == 1, "the seat was upgraded")
                 assert torch.equal(send(link, ONES), 2 * ONES)
             finally:
                 upgraded.close()

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from testkit.processes.servers import wait_until
+from testkit.waiting import until
 
 from moe_kernels.exchange.layout import Layout
 from services.errors import FabricError, WireError
@@ -102,9 +102,7 @@ class Scene:
     def enter(self, *clients: Any) -> None:
         for client in clients:
             self.join_queue.enter(client)
-        wait_until(
-            lambda: not any(one.missing() for one in self.join_queue._groups.values()), LONG_S, "joint steps are made"
-        )
+        until(lambda: not any(one.missing() for one in self.join_queue._groups.values()), "joint steps are made")
 
     def begin(self, *clients: Any, step: Step | None = None) -> None:
         for client in clients:
@@ -166,7 +164,7 @@ def test_what_cannot_be_made_is_tried_once() -> None:
     join_queue = JoinQueue(make, 2.0)
     for place in range(3):
         join_queue.enter(Fake(place))
-    wait_until(lambda: tried == [2, 4], LONG_S, "both are tried")
+    until(lambda: tried == [2, 4], "both are tried")
     join_queue.enter(client := Fake(3))
     join_queue.begin(client, step_of())
     assert client.begun == 1
@@ -257,7 +255,7 @@ def test_nobody_is_held_beyond_a_share_of_its_deadline(scene: Scene) -> None:
     scene.begin(clients[0])
     began = time.monotonic()
     scene.begin(clients[1], step=step_of(deadline_s=0.2))
-    wait_until(lambda: scene.joint_steps[2].started == [[0, 1]], LONG_S, "both begin")
+    until(lambda: scene.joint_steps[2].started == [[0, 1]], "both begin")
     assert time.monotonic() - began >= HOLD_SHARE * 0.2
 
 
