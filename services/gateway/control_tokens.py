@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 from tokenizers import AddedToken, Encoding, Tokenizer, models
 
-from services.gateway.tokenizer import TextCodec
+from services.errors import InvalidRequest
+from services.gateway.tokenizer import TextCodec, failures_as, untokenizable
 
 _UNKNOWN = "\U0010fffd"  # of a plane for private use: in no vocabulary
 
@@ -34,7 +36,7 @@ class ControlTokens:
     def __init__(self, codec: TextCodec) -> None:
         self._codec = codec
         added = codec.tokenizer.get_added_tokens_decoder()
-        special = codec.special_ids - _unknown_ids(codec.tokenizer)
+        special = codec.special_ids - _unknown_ids(codec)
         spellings = {token_id: _spelling(codec, added[token_id].content, special) for token_id in special}
         # A token that the model makes of its characters, and that cannot be written otherwise, is text.
         self.ids = frozenset(token_id for token_id, ids in spellings.items() if ids != [])
@@ -52,7 +54,8 @@ class ControlTokens:
 
     def spans(self, text: str) -> list[Span]:
         """Returns where the tokenizer finds control tokens in ``text``; they include white space that they swallow."""
-        encoding = self._finder.encode_batch([text], add_special_tokens=False)[0]
+        with failures_as(untokenizable):
+            encoding = self._finder.encode_batch([text], add_special_tokens=False)[0]
         found = [(index, self._found.get(token_id)) for index, token_id in enumerate(encoding.ids)]
         return [Span(*_place(encoding, index), token_id) for index, token_id in found if token_id is not None]
 
@@ -85,8 +88,10 @@ class _PlainText:
     def encode(self, pieces: Sequence[str | int]) -> list[int]:
         text = "".join(self._mark if isinstance(piece, int) else piece for piece in pieces)
         controls = (piece for piece in pieces if isinstance(piece, int))
+        with failures_as(untokenizable):
+            found = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
         token_ids: list[int] = []
-        for token_id in self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids:
+        for token_id in found:
             if token_id == self._mark_id:
                 token_ids.append(next(controls))
             elif token_id in self._instead:
@@ -96,11 +101,13 @@ class _PlainText:
         return token_ids
 
 
-def _unknown_ids(tokenizer: Tokenizer) -> set[int]:
+def _unknown_ids(codec: TextCodec) -> set[int]:
     """Returns ids of the token for characters that the tokenizer does not know: any text may hold such characters."""
-    found = set(tokenizer.encode(_UNKNOWN, add_special_tokens=False).ids)
-    named = getattr(tokenizer.model, "unk_token", None)
-    return found | ({_known(tokenizer, named)} if named is not None else set())
+    named = getattr(codec.tokenizer.model, "unk_token", None)
+    found = set() if named is None else {_known(codec.tokenizer, named)}
+    with suppress(InvalidRequest):  # it has no such token, and fails on such characters
+        found.update(codec.encode(_UNKNOWN, add_special_tokens=False))
+    return found
 
 
 def _spelling(codec: TextCodec, string: str, special: Collection[int]) -> list[int] | None:

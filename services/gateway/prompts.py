@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from services.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
 from services.gateway.chat_prompt import ChatEncoder
-from services.gateway.chat_template import ChatTemplate
+from services.gateway.chat_template import RESERVED, ChatTemplate
 from services.gateway.conversation import Conversation
 from services.gateway.offload import Offload
 from services.gateway.schema import ChatMessage, CompletionBody
@@ -123,10 +123,17 @@ class PromptReader:
                 hint="Use /v1/completions, or add chat_template.jinja to the checkpoint.",
                 param="messages",
             )
+        options = options or {}
+        if taken := next(filter(RESERVED.__contains__, options), None):
+            raise InvalidRequest(
+                f"chat_template_kwargs has {taken!r}, which a template gets from the server and the checkpoint.",
+                hint="Leave it out; messages and add_generation_prompt are fields of the request.",
+                param=f"chat_template_kwargs.{taken}",
+            )
         chat = Conversation(
             messages=[message.as_template_input() for message in messages],
             add_generation_prompt=add_generation_prompt is not False,
-            options=options or {},
+            options=options,
         )
         chat_encoder, parse = self._chat, parse_special_tokens or False
 

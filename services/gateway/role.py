@@ -68,6 +68,10 @@ def served_model(settings: Settings, spec: ModelSpec) -> ServedModel:
     assert settings.model is not None, "load_settings requires it of this role"
     config = read_tokenizer_config(settings.model)
     codec = load_codec(settings.model, config)
+    beyond = sum(token_id >= spec.vocab_size for token_id in codec.tokenizer.get_vocab().values())
+    if beyond:
+        text = "%s/tokenizer.json has %d tokens beyond the model's %d; prompts with one of them are refused"
+        log.warning(text, settings.model, beyond, spec.vocab_size)
     return ServedModel(
         name=settings.model_name,
         vocab_size=spec.vocab_size,

@@ -6,14 +6,21 @@ The rest of the gateway handles text through :class:`TextCodec` alone; ``detoken
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
 from tokenizers import Tokenizer, decoders
 
-from services.errors import CheckpointError
+from services.errors import CheckpointError, InvalidRequest
 
+_MAX_FILE_BYTES = 256 << 20
+_MAX_IDS = 1 << 21
+"""Ids that a tokenizer may have, with gaps: ids are handled in four bytes, and each gap takes memory."""
+_MAX_ADDED = 1 << 17
+"""Added tokens that a tokenizer may have. Each takes up to 0.1 ms and 3 KB at the start."""
+_TRIAL = "Hello, world 1"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")
 
 
@@ -28,6 +35,23 @@ def _byte_alphabet() -> dict[str, int]:
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     shifted = (byte for byte in range(256) if byte not in printable)
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(shifted)}
+
+
+@contextmanager
+def failures_as(typed: Callable[[BaseException], Exception]) -> Iterator[None]:
+    """Raises failures of the tokenizers library as ``typed`` makes them. The library is written in Rust, and its panics
+    are no subclass of Exception."""
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            raise typed(error) from error
+        raise
+
+
+def untokenizable(error: BaseException) -> InvalidRequest:
+    """Returns the error for a text that the library fails on, such as one for which an expression takes too long."""
+    return InvalidRequest(f"The model's tokenizer fails on this text: {error}.", hint="Change it, or send token ids.")
 
 
 class SpecialTokens(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,9 +77,14 @@ class TextCodec:
         self.longest_token = max((len(token) for token in tokenizer.get_vocab()), default=1)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Returns token ids of ``text``. Other threads can run meanwhile, so encode long texts in a thread."""
+        """Returns token ids of ``text``. Other threads can run meanwhile, so encode long texts in a thread.
+
+        Raises:
+            InvalidRequest: the library fails on ``text``.
+        """
         # Only the library's calls for batches release the interpreter's lock; "fast" leaves offsets out.
-        return list(self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
+        with failures_as(untokenizable):
+            return list(self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
@@ -135,7 +164,7 @@ def load_codec(model_dir: Path, config: dict[str, object]) -> TextCodec:
     """Loads the checkpoint's tokenizer with the named special tokens of ``config`` (see :func:`read_tokenizer_config`).
 
     Raises:
-        CheckpointError: ``tokenizer.json`` is missing or damaged.
+        CheckpointError: ``tokenizer.json`` is missing, damaged or too large.
     """
     path = model_dir / "tokenizer.json"
     if not path.is_file():
@@ -143,11 +172,26 @@ def load_codec(model_dir: Path, config: dict[str, object]) -> TextCodec:
             f"{path} does not exist.",
             hint="Save the fast tokenizer with the weights (transformers: AutoTokenizer(...).save_pretrained(DIR)).",
         )
-    try:
+    if path.stat().st_size > _MAX_FILE_BYTES:
+        raise CheckpointError(f"{path} has more than {_MAX_FILE_BYTES:,} bytes.", hint="Download the checkpoint again.")
+    with failures_as(lambda error: _unusable(path, f"cannot be read: {error}")):
         tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:
-        raise CheckpointError(f"{path} cannot be read: {error}.", hint="Download the checkpoint again.") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
+    _check_tokenizer(path, tokenizer)
     names: Iterable[str] = SpecialTokens.__struct_fields__
     return TextCodec(tokenizer, SpecialTokens(**{name: _token_string(config.get(name)) for name in names}))
+
+
+def _check_tokenizer(path: Path, tokenizer: Tokenizer) -> None:
+    """Raises CheckpointError where ``tokenizer`` cannot be used: it has too many tokens, or fails on any text."""
+    if (added := len(tokenizer.get_added_tokens_decoder())) > _MAX_ADDED:
+        raise _unusable(path, f"has {added:,} added tokens; {_MAX_ADDED:,} are the most")
+    with failures_as(lambda error: _unusable(path, f"cannot be used: {error}")):
+        used = tokenizer.encode(_TRIAL).ids
+    if (largest := max([*tokenizer.get_vocab().values(), *used], default=0)) >= _MAX_IDS:
+        raise _unusable(path, f"has the token id {largest:,}; {_MAX_IDS - 1:,} is the largest possible")
+
+
+def _unusable(path: Path, reason: str) -> CheckpointError:
+    return CheckpointError(f"{path} {reason}.", hint="Download the checkpoint again.")

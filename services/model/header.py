@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,10 @@ _LENGTH_BYTES = 8
 """The file starts with its header's length, in this many bytes, little-endian."""
 _LFS_POINTER = b"version https://git-lfs"
 _METADATA = "__metadata__"
+
+_BITS = {"BOOL": 8, "U8": 8, "I8": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32}
+_BITS |= {"F64": 64, "I64": 64, "U64": 64, "C64": 64, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8}
+"""Bits of an element by its type. Of other types only their places are checked; no tensor that is read has one."""
 
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -59,6 +64,7 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
     promised = _LENGTH_BYTES + len(raw) + _end(file, infos.items())
     if size < promised:
         raise _truncated(file, promised, size)
+    _check_sizes(file, infos.items())
     return {
         name: TensorEntry(
             file=file,
@@ -94,6 +100,15 @@ def _end(file: Path, infos: Iterable[tuple[str, _Info]]) -> int:
             raise _damaged(file, f'its header has "{name[:200]}" at {begin:,} to {after:,}, behind a tensor to {end:,}')
         end = after
     return end
+
+
+def _check_sizes(file: Path, infos: Iterable[tuple[str, _Info]]) -> None:
+    """Raise CheckpointError where a tensor has more or fewer bytes than its shape takes."""
+    for name, info in infos:
+        begin, after = info.data_offsets
+        if info.dtype in _BITS and 8 * (after - begin) != math.prod(info.shape) * _BITS[info.dtype]:
+            shown = f'"{name[:200]}" is {info.dtype} of shape {list(info.shape[:8])}'
+            raise _damaged(file, f"{shown} and has {after - begin:,} bytes")
 
 
 def _damaged(file: Path, reason: str) -> CheckpointError:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
+from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import openai
@@ -123,6 +126,37 @@ def test_logit_bias_forces_a_token(client: openai.OpenAI, server: Server) -> Non
     assert result.choices[0].text == "ZZZZZ"
 
 
+@pytest.mark.parametrize(("presence", "frequency"), [(2, 0), (0, 2), (-1, 0.5)])
+def test_penalties_choose_what_they_say(client: openai.OpenAI, presence: float, frequency: float) -> None:
+    """Log-probabilities are those before penalties, so each token of the answer can be worked out from them."""
+    args: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_tokens": 24}
+    more = {"ignore_eos": True, "return_token_ids": True}
+    plain = client.completions.create(**args, prompt=[65, 66], extra_body=more).choices[0]
+    found = client.completions.create(
+        **args, prompt=[65, 66], presence_penalty=presence, frequency_penalty=frequency, extra_body=more
+    ).choices[0]
+    assert found.text != plain.text
+    args |= {"max_tokens": 0, "echo": True, "logprobs": 20}
+    scores = client.completions.create(**args, prompt=[65, 66, *found.token_ids]).choices[0].logprobs
+    said: list[str] = []
+    for token, top in zip(scores.tokens[2:], scores.top_logprobs[2:], strict=True):
+        penalised = {t: logprob - presence * (t in said) - frequency * said.count(t) for t, logprob in top.items()}
+        assert penalised[token] == pytest.approx(max(penalised.values()), abs=1e-4)
+        said.append(token)
+
+
+def test_filters_and_the_repetition_penalty_reach_the_answer(client: openai.OpenAI) -> None:
+    def distinct(**options: Any) -> tuple[str, int]:
+        body = {"ignore_eos": True, "return_token_ids": True} | options
+        args = {"temperature": body.pop("temperature", 0), "max_tokens": 24}
+        choice = client.completions.create(model="tiny", prompt=[65, 66], extra_body=body, **args).choices[0]
+        return choice.text, len(set(choice.token_ids))
+
+    text, tokens = distinct()
+    assert distinct(temperature=2, top_k=1) == distinct(temperature=2, min_p=1) == (text, tokens)
+    assert distinct(repetition_penalty=10)[1] > tokens
+
+
 def test_tokenize_round_trip(server: Server) -> None:
     text = "naïve — 世界 🚢"
     ids = httpx.post(f"{server.url}/tokenize", json={"model": "tiny", "prompt": text}).json()["tokens"]
@@ -191,3 +225,10 @@ def test_health_ready_version_metrics_and_docs(server: Server) -> None:
     assert server.metric("expertmesh_generation_tokens_total") > 0
     assert server.metric("expertmesh_decode_tokens_total") > 0
     assert server.metric("expertmesh_expert_tokens_total") > 0
+
+
+def test_a_role_has_a_bounded_number_of_series(server: Server) -> None:
+    page = httpx.get(f"{server.url}/metrics").text
+    series = Counter(re.findall(r'^expertmesh_[^{]*\{role="([a-z]+)"', page, re.MULTILINE))
+    assert set(series) >= {"gateway", "scheduler", "attention"}
+    assert max(series.values()) < 600, series

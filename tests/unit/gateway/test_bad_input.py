@@ -90,10 +90,24 @@ async def test_wrong_chats(gateway, change):
     assert answer.json()["error"]["param"]
 
 
+async def test_options_stand_in_for_nothing_that_a_template_gets_otherwise(gateway, script):
+    names = [f"{kind}_token" for kind in ("bos", "eos", "pad", "unk")]
+    names += ["messages", "add_generation_prompt", "tools", "documents", "raise_exception", "strftime_now"]
+    for name in names:
+        for value in ("", None, False):
+            answer = await gateway.http.post(CHAT, json={"messages": MESSAGES, "chat_template_kwargs": {name: value}})
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, f"chat_template_kwargs.{name}")
+    gateway.queue.answer = lambda request: script.events(request, [5])
+    body = {"messages": MESSAGES, "chat_template_kwargs": {"enable_thinking": False, "range": 1}}
+    assert (await gateway.http.post(CHAT, json=body)).status_code == 200
+    assert len(gateway.queue.admitted) == 1
+
+
 @pytest.mark.parametrize(
     "raw",
     [
         b"",
+        b'\xef\xbb\xbf{"prompt": "x"}',
         b"[]",
         b"null",
         b"{",

@@ -169,6 +169,43 @@ async def test_what_passes_a_bound_is_answered_once_and_kept_nowhere(start, conn
     assert (await gateway.http.get("/health")).status_code == 200
 
 
+FRAMINGS = [
+    "Content-Length: 15\r\nContent-Length: 15",
+    "Content-Length: 15\r\nContent-Length: 16",
+    "Content-Length: 15, 15",
+    "Content-Length: +15",
+    "Content-Length: 0xf",
+    "Content-Length: -1",
+    "Content-Length: 99999999999999999999999",
+    "Content-Length : 15",
+    "Content-Length: 15\nx: y",
+    "x: y\rContent-Length: 15",
+    "x: \0\r\nContent-Length: 15",
+    "x: y\r\n Content-Length: 5\r\nContent-Length: 15",
+    "Transfer-Encoding: chunked\r\nContent-Length: 15",
+    "Content-Length: 15\r\nTransfer-Encoding: chunked",
+    "Transfer-Encoding: chunked\r\nTransfer-Encoding: chunked",
+    "Transfer-Encoding: chunked, identity",
+    "Transfer-Encoding: xchunked",
+    "Transfer-Encoding: identity\r\nContent-Length: 15",
+]
+
+
+async def test_a_body_that_two_servers_could_read_differently_is_read_by_none(start, connect):
+    """Else what a proxy takes for a body would be another client's request here."""
+    gateway = await start()
+    for framing in FRAMINGS:
+        for body in (b'{"prompt":"ab"}', b'f\r\n{"prompt":"ab"}\r\n0\r\n\r\n'):
+            peer = await connect(gateway)
+            await peer.send(head(framing), body, HEALTH)
+            answer = await peer.answer()
+            assert answer.startswith(b"HTTP/1.1 400 "), (framing, answer)
+            assert b"connection: close" in answer.lower(), framing
+            peer.writer.write_eof()
+            assert await peer.all() == b"", framing
+    assert gateway.queue.admitted == []
+
+
 async def test_what_follows_a_body_is_no_part_of_the_head(start, connect):
     gateway = await start(bounds=SLOW_CLOSE)
     peer = await connect(gateway)

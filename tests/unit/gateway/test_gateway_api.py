@@ -233,16 +233,25 @@ async def test_token_ids_on_request(gateway, script):
     assert [token_id for part in streamed for token_id in part] == token_ids
 
 
-async def test_stop_string_across_tokens_ends_and_cancels_upstream(gateway, script):
-    token_ids = gateway.ids("the quick brown fox")
-
-    def answer(request):
-        return script.events(request, token_ids, finish=None)  # the worker goes on
-
-    gateway.queue.answer = answer
-    result = await gateway.openai.completions.create(model="tiny", prompt="hi", max_tokens=99, stop=["k bro", "zzz"])
-    assert result.choices[0].text == "the quic"
-    assert result.choices[0].finish_reason == "stop"
+@pytest.mark.parametrize(
+    ("says_", "stop", "shown"),
+    [
+        ("the quick brown fox", ["k bro", "zzz"], "the quic"),
+        ("naïve 🙂 end", ["🙂"], "naïve "),
+        ("naïve 🙂🙃 end", ["🙃 e", "🙃x"], "naïve 🙂"),
+        ("a\0b\ufeffc end", ["\0b"], "a"),
+        ("a\0b\ufeffc end", ["\ufeff"], "a\0b"),
+        ("e\u0301 é end", ["é"], "e\u0301 "),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_stop_string_across_tokens_ends_and_cancels_upstream(gateway, script, says_, stop, shown, stream):
+    """The tokens hold parts of characters, and what is not normalised is not the same."""
+    says(gateway, script, says_, finish=None)  # the worker goes on
+    found = await gateway.openai.completions.create(model="tiny", prompt="hi", max_tokens=99, stop=stop, stream=stream)
+    choices = [chunk.choices[0] async for chunk in found] if stream else found.choices
+    assert "".join(choice.text for choice in choices) == shown
+    assert choices[-1].finish_reason == "stop"
     await gateway.queue.wait_for("cancelled")
     assert set(gateway.queue.cancelled) == {gateway.queue.admitted[0].id}
 
@@ -255,6 +264,31 @@ async def test_max_tokens_and_context_errors_name_both_numbers(gateway):
     assert str(1000 + len(gateway.ids("hello"))) in raised.value.message
     with pytest.raises(openai.BadRequestError, match="256"):
         await gateway.openai.completions.create(model="tiny", prompt="hello " * 50_000)
+
+
+@pytest.mark.parametrize(
+    ("length", "max_tokens", "more", "status"),
+    [
+        (255, 1, {}, 200),
+        (255, None, {}, 200),
+        (255, 2, {}, 400),
+        (256, 0, {"echo": True}, 200),
+        (256, 1, {}, 400),
+        (256, None, {}, 400),
+        (257, 0, {"echo": True}, 400),
+    ],
+)
+async def test_a_prompt_may_fill_the_context_but_for_what_is_generated(
+    gateway, script, length, max_tokens, more, status
+):
+    says(gateway, script, "x")
+    body = {"prompt": [5] * length, "max_tokens": max_tokens} | more
+    answer = await gateway.http.post("/v1/completions", json=body)
+    assert answer.status_code == status
+    if status == 200:
+        assert gateway.queue.admitted[0].sampling.max_tokens == (1 if max_tokens is None else max_tokens)
+    else:
+        assert answer.json()["error"]["code"] == "context_length_exceeded"
 
 
 async def test_the_shortest_worker_bounds_the_context(start, script):
@@ -337,11 +371,11 @@ async def test_models_tokenizer_and_operations(gateway):
     assert [card["id"] for card in models["data"]] == ["tiny"]
     assert (await gateway.http.get("/v1/models/tiny")).json()["max_model_len"] == 256
     assert (await gateway.http.get("/v1/models/org/other")).status_code == 404
-    tokens = (await gateway.http.post("/tokenize", json={"prompt": "héllo", "return_token_strs": True})).json()
-    assert tokens["tokens"] == gateway.ids("héllo")
+    tokens = (await gateway.http.post("/tokenize", json={"prompt": "\ufeffhéllo\0", "return_token_strs": True})).json()
+    assert tokens["tokens"] == gateway.ids("\ufeffhéllo\0")
     assert tokens["count"] == len(tokens["token_strs"])
     text = (await gateway.http.post("/detokenize", json={"tokens": tokens["tokens"]})).json()
-    assert text == {"prompt": "héllo"}
+    assert text == {"prompt": "\ufeffhéllo\0"}
     chat = {"messages": [{"role": "user", "content": "x"}], "add_generation_prompt": False}
     ids = (await gateway.http.post("/tokenize", json=chat)).json()["tokens"]
     assert gateway.codec.decode(ids) == "<|bos|>[user]x\n"
@@ -389,6 +423,31 @@ async def test_metrics_count_what_clients_saw(gateway, script):
     assert f"expertmesh_generation_tokens_total {float(len(gateway.ids('the fox')))}" in page
     assert "expertmesh_time_to_first_token_seconds_count 1.0" in page
     assert "expertmesh_gateway_requests_in_flight 0.0" in page
+
+
+def series(gateway: Any) -> set[tuple[str, tuple[tuple[str, str], ...]]]:
+    samples = (sample for family in gateway.registry.collect() for sample in family.samples)
+    return {(sample.name, tuple(sorted(sample.labels.items()))) for sample in samples}
+
+
+async def test_nothing_that_clients_send_makes_a_series_of_its_own(gateway, script):
+    says(gateway, script, "x")
+
+    async def press(word: str) -> None:
+        headers = {"User-Agent": word, "X-Request-Id": word, "Authorization": f"Bearer {word}", "Host": word}
+        for method, path in (("GET", f"/{word}"), ("GET", f"/v1/models/{word}"), (word.upper(), "/health")):
+            await gateway.http.request(method, path, headers=headers)
+        body = {"prompt": word, "user": word, "cache_salt": word}
+        for more in ({}, {"model": word}, {word: 1}, {"stop": word, "seed": len(word)}, {"n": 999}):
+            await gateway.http.post(f"/v1/completions?{word}={word}", json=body | more, headers=headers)
+
+    for word in ("patch", "no-method"):
+        await press(word)
+    before = series(gateway)
+    for word in ("put", "delete", "abc", "defg"):
+        await press(word)
+    assert series(gateway) == before
+    assert len(before) < 400
 
 
 async def test_chat_without_a_template_is_refused_with_a_reason(start):

@@ -13,7 +13,10 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers
 
 from services.errors import CheckpointError, InvalidRequest
+from services.gateway import tokenizer as tokenizer_module
+from services.gateway.chat_prompt import ChatEncoder
 from services.gateway.chat_template import ChatTemplate, load_chat_template
+from services.gateway.conversation import Conversation
 from services.gateway.detokenize import StopSet, detokenizer
 from services.gateway.tokenizer import SpecialTokens, TextCodec, load_codec, read_tokenizer_config
 
@@ -218,6 +221,51 @@ def test_damaged_tokenizer_files_are_startup_errors(model_dir, content):
         load_codec(model_dir, {})
 
 
+FAILS_ON_ALL = {"type": "FixedLength", "length": 0}
+"""A pre-tokenizer on which the library panics, whatever the text; expressions do so where they go back too often."""
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}}, "cannot be read"),
+        ({"pre_tokenizer": FAILS_ON_ALL}, "cannot be used"),
+        ({"model": {"type": "BPE", "vocab": {"a": 2**32 - 1}, "merges": []}}, "4,294,967,295"),
+        ({"post_processor": {"type": "BertProcessing", "sep": ["x", 2**32 - 1], "cls": ["y", 1]}}, "4,294,967,295"),
+        ({"_MAX_ADDED": 1}, "2 added tokens; 1 are the most"),
+        ({"_MAX_FILE_BYTES": 1000}, "more than 1,000 bytes"),
+    ],
+    ids=["panic", "panic on any text", "id", "id of a template", "added tokens", "size"],
+)
+def test_tokenizers_that_cannot_work_are_startup_errors(model_dir, changes, says, monkeypatch):
+    path = model_dir / "tokenizer.json"
+    described = msgspec.json.decode(path.read_bytes())
+    for name, value in changes.items():
+        if name.startswith("_"):
+            monkeypatch.setattr(tokenizer_module, name, value)
+        else:
+            described[name] = value
+    path.write_bytes(msgspec.json.encode(described))
+    with pytest.raises(CheckpointError, match=says) as refused:
+        load_codec(model_dir, {})
+    assert str(path) in str(refused.value)
+
+
+def test_a_text_that_the_tokenizer_fails_on_is_the_clients(codec):
+    described = msgspec.json.decode(codec.tokenizer.to_str())
+    failing = Tokenizer.from_str(msgspec.json.encode(described | {"pre_tokenizer": FAILS_ON_ALL}).decode())
+    failing_codec = TextCodec(failing, codec.special)
+    chat_encoder = ChatEncoder(
+        ChatTemplate("{{ messages[0].content }}", codec.special), failing_codec, lambda _text: None
+    )
+    with pytest.raises(InvalidRequest, match="tokenizer fails on this text"):
+        failing_codec.encode("x")
+    for text in ("x", "x<|eos|>"):
+        chat = Conversation(messages=[{"role": "user", "content": text}], add_generation_prompt=True, options={})
+        with pytest.raises(InvalidRequest, match="tokenizer fails on this text"):
+            chat_encoder.token_ids(chat)
+
+
 def test_a_template_that_is_not_text_is_a_startup_error(model_dir, codec):
     (model_dir / "chat_template.jinja").write_bytes(b"\xff{{ messages }}")
     with pytest.raises(CheckpointError, match=r"chat_template\.jinja"):
@@ -238,6 +286,10 @@ def test_a_template_that_does_not_parse_is_a_startup_error():
         "{{ raise_exception('no') }}",
         "{{ 1 // 0 }}",
         "{{ messages | sum }}",
+        "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}",
+        "{% set nothing %}{% for a in range(9999) %}{% for b in range(9999) %}x{% endfor %}{% endfor %}{% endset %}",
+        "{% macro twice(n) %}{% if n %}{{ twice(n - 1) ~ twice(n - 1) }}{% endif %}{% endmacro %}{{ twice(60) }}",
+        "{% for a in range(999) %}{{ 'x' * 99999 }}{% endfor %}",
     ],
 )
 def test_templates_cannot_reach_python_and_failures_are_the_clients(source):
@@ -265,6 +317,10 @@ def test_template_equals_that_of_transformers(codec):
     source = (
         "{%- for message in messages %}\n    {{- '<|' + message['role'] + '|>\n' + message['content'] + eos_token }}\n"
         "{%- endfor %}\n{%- if add_generation_prompt %}\n    {{- '<|assistant|>\n' }}\n{%- endif %}"
+        "{% for name, value in messages[0].items() if value %}{{ loop.length ~ loop.revindex ~ loop.last ~ name }}"
+        "{{ loop.nextitem ~ loop.changed(value) }}{% endfor %}{% for x in absent %}{% else %}none{% endfor %}"
+        "{% for x in [1, [2, 3]] recursive %}{{ loop(x) if x is iterable else x }}{% endfor %}"
+        "{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}{{ loop.cycle('a', 'b') }}{% endfor %}"
     )
     messages = [{"role": "user", "content": " hi\n"}, {"role": "assistant", "content": "yes"}]
     theirs = PreTrainedTokenizerFast(tokenizer_object=codec.tokenizer, eos_token="<|eos|>", chat_template=source)

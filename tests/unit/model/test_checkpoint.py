@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import shutil
+import tempfile
 import threading
 import tracemalloc
 from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from testkit.models.tiny_models import QWEN2, QWEN3, save_model
 from torch import Tensor
 
 from services.errors import CheckpointError, UnsupportedModel
 from services.model.checkpoint import Checkpoint
+from services.model.header import read_header
 from services.model.load_spec import load_spec
 from services.model.names import dense_shapes, expert_shapes
 from services.model.progress import BarProgress, LoadStopped, LogProgress, Stoppable, loading_progress
@@ -156,26 +163,56 @@ def traced(call: Callable[[Path], str], folder: Path) -> tuple[int, str]:
         tracemalloc.stop()
 
 
-BAD_OFFSETS = {
-    "negative": [-8, 8],
-    "backwards": [16, 8],
-    "overlapping": [8, 24],
-    "behind a hole": [24, 32],
-    "outside": [16, 1 << 40],
-    "beyond all counting": [16, 1 << 70],
-    "of text": ["16", "32"],
-    "three": [16, 24, 32],
-}
+SIZES = {"F64": 8, "F32": 4, "BF16": 2, "I8": 1, "BOOL": 1}
+ODD = (-8, -1, 1, 8, 1 << 40, 1 << 70)
 
 
-@pytest.mark.parametrize("offsets", BAD_OFFSETS.values(), ids=BAD_OFFSETS)
-def test_tensors_lie_one_behind_the_other_inside_the_file(folder: Path, offsets: list[object]) -> None:
-    places = {"a": [0, 16], "b": offsets}
-    header = json.dumps({n: {"dtype": "F32", "shape": [4], "data_offsets": at} for n, at in places.items()}).encode()
-    (folder / WEIGHTS).write_bytes(len(header).to_bytes(8, "little") + header + bytes(64))
-    message = refused(folder)
-    assert "damaged" in message
-    assert "config.json" not in message, "it is the file that is at fault"
+@st.composite
+def headers(draw: st.DrawFn) -> tuple[dict[str, Any], int]:
+    """A header of tensors one behind the other, or one that differs from it in a place; and the bytes that follow."""
+    header: dict[str, Any] = {}
+    end = 0
+    for name in "abc"[: draw(st.integers(1, 3))]:
+        dtype, shape = draw(st.sampled_from(list(SIZES))), draw(st.lists(st.integers(0, 4), max_size=3))
+        begin, end = end, end + SIZES[dtype] * math.prod(shape)
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+    changed = header[draw(st.sampled_from(list(header)))]
+    place, by = draw(st.integers(0, 1)), draw(st.sampled_from(ODD))
+    kind = draw(
+        st.sampled_from(["right", "right", "offset", "both", "swapped", "shape", "type", "text", "three", "cut"])
+    )
+    begin, after = changed["data_offsets"]
+    changed["data_offsets"] = {
+        "offset": [begin + by * (1 - place), after + by * place],
+        "both": [begin + by, after + by],
+        "swapped": [after, begin],
+        "text": [str(begin), str(after)],
+        "three": [begin, after, after],
+    }.get(kind, [begin, after])
+    if kind == "shape":
+        changed["shape"] = [*changed["shape"], abs(by)]
+    if kind == "type":
+        changed["dtype"] = draw(st.sampled_from(list(SIZES)))
+    return header, end - (kind == "cut")
+
+
+@settings(max_examples=300, deadline=None)
+@given(made=headers())
+def test_headers_are_refused_where_the_library_refuses_them(made: tuple[dict[str, Any], int]) -> None:
+    """Here it is at the start, by the file's name; the library would do so when the tensor is read, or another is."""
+    header, size = made
+    raw = json.dumps(header).encode()
+    with tempfile.NamedTemporaryFile(suffix=".safetensors") as out:
+        out.write(len(raw).to_bytes(8, "little") + raw + bytes(max(0, size)))
+        out.flush()
+        try:
+            with safe_open(out.name, framework="np") as library:
+                names = set(library.keys())
+        except SafetensorError:
+            with pytest.raises(CheckpointError, match=f"{out.name} is .*damaged"):
+                read_header(Path(out.name))
+        else:
+            assert set(read_header(Path(out.name))) == names
 
 
 @pytest.mark.parametrize("instead", [Path.mkdir, lambda path: path.symlink_to("nowhere")], ids=["folder", "no target"])

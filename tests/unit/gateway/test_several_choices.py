@@ -1,0 +1,86 @@
+"""A stream of several sequences says of each what a whole answer says, however their tokens mix."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import defaultdict
+from itertools import zip_longest
+from typing import Any
+
+import pytest
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+SAID = ["the quick STOP fox", "naïve 🙂 over", "hello", "STOP", "the lazy dog ends with ST", "there OP STOP STOP"]
+CHATS: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
+CASES = {
+    "n": (COMPLETIONS, {"prompt": "hello", "n": 3}),
+    "prompts": (COMPLETIONS, {"prompt": ["hello", "the fox"], "n": 3}),
+    "ids and scores": (COMPLETIONS, {"prompt": [[72, 73], [74]], "n": 2, "logprobs": 2, "return_token_ids": True}),
+    "echo": (COMPLETIONS, {"prompt": ["hello", "é🙂"], "n": 2, "echo": True, "logprobs": 0}),
+    "stop": (COMPLETIONS, {"prompt": ["hello", "the fox"], "n": 3, "stop": ["STOP"]}),
+    "chat": (CHAT, CHATS | {"n": 3}),
+    "chat with scores": (CHAT, CHATS | {"n": 2, "logprobs": True, "top_logprobs": 2}),
+    "chat with stop": (CHAT, CHATS | {"n": 6, "stop": "STOP"}),
+}
+
+
+async def ask(gateway: Any, script: Any, path: str, body: dict[str, Any]) -> str:
+    """The answer to ``body``, whose sequences get a token each in turn."""
+    first, count = len(gateway.queue.admitted), body["n"]
+    prompts = body.get("prompt", "")
+    count *= len(prompts) if isinstance(prompts, list) else 1
+    asking = asyncio.create_task(gateway.http.post(path, json=body | {"max_tokens": 60, "seed": 7}))
+    requests = (await gateway.queue.wait_for("admitted", first + count))[first:]
+    for events in zip_longest(*(script.events(r, gateway.ids(SAID[i])) for i, r in enumerate(requests))):
+        gateway.queue.emit(*(event for event in events if event is not None))
+        await asyncio.sleep(0.001)
+    answer = await asking
+    assert answer.status_code == 200, answer.text
+    return answer.text
+
+
+def joined(parts: list[Any]) -> Any:
+    """Values of a choice's events, put together as in a whole answer."""
+    parts = [part for part in parts if part is not None]
+    if not parts or isinstance(parts[0], int):
+        return parts[0] if parts else None
+    if isinstance(parts[0], dict):
+        names = {name: None for part in parts for name in part}
+        return {name: joined([part.get(name) for part in parts]) for name in names}
+    return sum(parts[1:], start=parts[0])
+
+
+@pytest.mark.parametrize(("path", "body"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize("usage", [True, False])
+async def test_each_choice_of_a_stream_is_that_of_the_whole_answer(gateway, script, path, body, usage):
+    whole = json.loads(await ask(gateway, script, path, body))
+    asked = body | {"stream": True} | ({"stream_options": {"include_usage": True}} if usage else {})
+    lines = (await ask(gateway, script, path, asked)).split("\n\n")
+    assert lines[-2:] == ["data: [DONE]", ""]
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-2] if not line.startswith(":")]
+    assert len({(chunk["id"], chunk["created"], chunk["model"], chunk["object"]) for chunk in chunks}) == 1
+    if usage:
+        last = chunks.pop()
+        assert (last["choices"], last["usage"]) == ([], whole["usage"])
+    assert [chunk.get("usage", "none") for chunk in chunks] == [None if usage else "none"] * len(chunks)
+
+    choices: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    for chunk in chunks:
+        [choice] = chunk["choices"]
+        choices[choice.pop("index")].append(choice)
+    assert sorted(choices) == list(range(len(whole["choices"])))
+    for index, wanted in enumerate(whole["choices"]):
+        events = choices[index]
+        finishes = [event["finish_reason"] for event in events]
+        assert finishes == [None] * (len(events) - 1) + [wanted["finish_reason"]]
+        assert wanted["finish_reason"] == ("stop" if "stop" in body and "STOP" in SAID[index] else "length")
+        if path == CHAT:
+            assert [event["delta"].pop("role", None) for event in events] == ["assistant"] + [None] * (len(events) - 1)
+            text = "".join(event["delta"].get("content", "") for event in events)
+            assert text == wanted["message"]["content"]
+            assert set().union(*(event["delta"] for event in events)) == {"content"}
+        else:
+            assert "".join(event["text"] for event in events) == wanted["text"]
+        for name in ("logprobs", "token_ids"):
+            assert joined([event.get(name) for event in events]) == wanted.get(name)
