@@ -9,8 +9,11 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
+from testkit.processes.background import pytest_configure, pytest_runtest_teardown
 from testkit.processes.iproute import obstacle
 from testkit.processes.netns import Network, open_network
+
+__all__ = ["pytest_configure", "pytest_runtest_teardown"]  # background failures fail tests
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two cores are all there is; read when torch is first imported
 os.environ.setdefault("TRITON_INTERPRET", "1")  # no GPU is needed; read when triton is first imported
