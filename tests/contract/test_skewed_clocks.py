@@ -41,7 +41,7 @@ async def test_requests_run_to_their_end(redis_server: RedisServer) -> None:
         deployment.worker()
         client = await deployment.client()
         streams: list[Stream] = await client.submit(*[[n] for n in range(8)], max_tokens=50, timeout_s=60)
-        await eventually(lambda: all(stream.end for stream in streams), 30)
+        await eventually(lambda: all(stream.finish for stream in streams), 30)
         assert [stream.tokens for stream in streams] == [continuation([n], 50) for n in range(8)]
         assert scheduler.value("reclaimed_leases_total", outcome="lost") == 0
 
@@ -52,10 +52,9 @@ async def test_a_request_that_has_no_time_left_ends(redis_server: RedisServer) -
         deployment.scheduler()
         client = await deployment.client()
         (stream,) = await client.submit([1], timeout_s=0.3)
-        await eventually(lambda: stream.end, 30)
-        assert stream.end is not None
-        assert stream.end.error is not None
-        assert stream.end.error.code == "deadline_exceeded"
+        await eventually(lambda: stream.finish, 30)
+        assert stream.error is not None
+        assert stream.error.code == "deadline_exceeded"
 
 
 @pytest.mark.usefixtures("skewed")
