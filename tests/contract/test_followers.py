@@ -238,6 +238,14 @@ class Followers:
         await answer.tokens(request, 2, 3, last=3)
         assert answer.seen == ([100, 101, 102, 103], "length")
 
+    async def test_what_redis_forgot_goes_on_as_a_later_attempt_where_events_are_missing(self, room, ask):
+        answer = await ask()
+        await answer.tokens(await answer.attempt(), 0)
+        await room.forget(answer.id)
+        await room.garble("g1", answer.id)
+        await answer.gateway.pump()
+        await answer.goes_on(2, 100)
+
     async def test_a_loss_that_was_never_read_is_found(self, room, ask):
         answer = await ask()
         await answer.tokens(await answer.attempt(), 0)
