@@ -9,14 +9,8 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
-from testkit.lanes import (  # pytest calls them here  # noqa: F401
-    pytest_addoption,
-    pytest_collection_modifyitems,
-    pytest_configure,
-    pytest_report_header,
-    pytest_runtest_makereport,
-    pytest_runtest_protocol,
-)
+from testkit import lanes
+from testkit.processes import background
 from testkit.processes.iproute import obstacle
 from testkit.processes.netns import Network, open_network
 
@@ -26,6 +20,16 @@ os.environ.setdefault("TRITON_INTERPRET", "1")  # no GPU is needed; read when tr
 # How long an example takes says how busy the machine is, not whether the property holds. What else is set, stays.
 settings.register_profile("tests", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("tests")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    lanes.add_options(parser)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Adds what every run does: it chooses tests by lanes, and fails them for what fails in the background."""
+    for plugin in (lanes, background):
+        config.pluginmanager.register(plugin)
 
 
 @pytest.fixture(autouse=True)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from msgspec import structs
 
 from services.errors import ContextLengthExceeded, Draining, InvalidRequest, QueueUnavailable
+from services.gateway.admission import Admission
 from services.gateway.auth import Caller
 from services.gateway.budget import Budget, Demand, Holdings, Loan
 from services.gateway.detokenize import StopSet
@@ -79,12 +80,11 @@ class Intake:
         self.draining = False
         self.asked_at = 0.0
         self.prompts = prompts
-        self._queue = queue
         self._table = table
         self._follower = follower
         self._metrics = metrics
         self._incarnation = incarnation
-        self._timeout_s = request_timeout_s
+        self._admission = Admission(queue, table, follower, timeout_s=request_timeout_s)
         self._max_sequences = min(MAX_SEQUENCES, max_queued_requests)
         self._budget = Budget(tokens=max_queued_tokens)
         self._offload = offload
@@ -282,42 +282,12 @@ class Intake:
         )
 
     async def _admit(self, job: Job, origin: Origin, caller: Caller) -> Job:
-        """Puts ``job`` into the queue. Its events may come before the reply, so it enters the table first."""
-        if origin.resumed:
-            await self._follower.cancels_heard({choice.request.id for choice in job.choices})
-        self._table.add(job)
-        try:
-            granted = await self._enqueue(job, origin, caller)
-        except BaseException as error:
-            self._table.discard(job)
-            if not isinstance(error, Exception) or isinstance(error, QueueUnavailable) or origin.resumed:
-                # The call may have taken effect, at least in part.
-                self._follower.cancel({choice.request.id: 0 for choice in job.choices})
-            raise
-        for choice, request in zip(job.choices, granted, strict=True):
-            if request.attempt >= choice.request.attempt and choice.finish is None:
-                choice.grant(request)
-        job.admitted = True
+        await self._admission.admit(job, origin, caller.limits)
         lengths = [len(choice.prompt) for choice in job.choices[:: job.n]]
         self._metrics.prompt_tokens.inc(sum(lengths))
         for length in lengths:
             self._metrics.prompt_len.observe(length)
         return job
-
-    async def _enqueue(self, job: Job, origin: Origin, caller: Caller) -> list[GenerateRequest]:
-        requests, prompts = [choice.request for choice in job.choices], job.prompts
-        limits = caller.limits
-        if not origin.resumed:
-            return await self._queue.admit(
-                requests, timeout_s=self._timeout_s, tenant_limits=limits, key=origin.key, prompts=prompts
-            )
-        count, timeout_s = len(requests), self._timeout_s
-        return [
-            await self._queue.take_up(
-                request, timeout_s=timeout_s, tenant_limits=limits, prompts=prompts, place=place, of=count
-            )
-            for place, request in enumerate(requests)
-        ]
 
 
 def _sampling(body: GenerationBody, plan: _Plan, drawn_seed: int) -> SamplingParams:

@@ -25,13 +25,13 @@ from chaos.load import Job, Load, Outcome, faults_of, jobs
 from chaos.plan import Event
 from chaos.report import report, summary
 from testkit.pocket.answers import MAX_TOKENS, POCKET, recorded
+from testkit.processes.background import ended
 from testkit.processes.cluster import Cluster, Here, Shape
 from testkit.processes.servers import bench
 
 from abuse.kit.child import share_paths
 from abuse.table import as_markdown, setting, write
 from loadgen.client import StreamResult, stream_completion
-from services.runtime.tasks import end_tasks
 
 ROLES = ("gateway", "scheduler", "attention", "experts", "redis")
 SECONDS = (3.0, 8.0, 30.0)
@@ -88,7 +88,7 @@ async def run(cluster: Cluster, options: argparse.Namespace) -> dict[str, Any]:
         over.set()
         outcomes = await loading
     finally:
-        await end_tasks([loading, restarting])
+        await ended([loading, restarting])
     for outcome in [outcome for outcome in outcomes if outcome.fault][:_MAX_SHOWN]:
         print(f"{outcome.result.started - start:7.1f} s  {outcome.fault}"[:160], flush=True)
     return report(outcomes, quiet, done, faults_made.exits, start)

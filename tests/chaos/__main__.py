@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from testkit.pocket.answers import POCKET, recorded
+from testkit.processes.background import ended
 from testkit.processes.cluster import Cluster, Shape, places
 from testkit.processes.iproute import delay_obstacle, obstacle
 from testkit.processes.servers import bench
@@ -26,7 +27,6 @@ from chaos.load import Job, Load, Outcome, faults_of, jobs
 from chaos.picture import timeline
 from chaos.plan import KINDS, NEED_CABLES, planned
 from chaos.report import report, summary
-from services.runtime.tasks import end_tasks
 
 PROGRESS_S = 10.0
 
@@ -92,7 +92,7 @@ async def run(cluster: Cluster, options: argparse.Namespace, clock: Clock) -> di
             outcomes = await _under_fire(cluster, load, wanted, faults_made, options, clock)
         await asyncio.to_thread(cluster.wait_whole)
     finally:
-        await end_tasks(background)
+        await ended(background)
     effect_s = AWAY_S if options.kills else math.inf
     figures = report(outcomes, quiet, faults_made.done, faults_made.exits, clock.start, effect_s)
     for outcome in outcomes:
@@ -115,7 +115,7 @@ async def _under_fire(
         outcomes = await load.run(wanted, options.seed, lambda: time.perf_counter() > clock.start + seconds)
         await following
     finally:
-        await end_tasks([following])
+        await ended([following])
     return outcomes
 
 

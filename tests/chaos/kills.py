@@ -8,12 +8,12 @@ import random
 import time
 from collections.abc import Sequence
 
+from testkit.processes.background import ended
 from testkit.processes.cluster import READY_S, Cluster
 
 from chaos.faults import Faults
 from chaos.load import Job, Load, Outcome
 from chaos.plan import Event
-from services.runtime.tasks import end_tasks
 
 AWAY_S = 4.0
 """The dead come back only when what their death did has been seen: starting a process takes a core for seconds."""
@@ -37,4 +37,4 @@ async def kill_replicas(
         over.set()
         return await loading
     finally:
-        await end_tasks([loading])
+        await ended([loading])

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import pytest
 from msgspec import structs
 from testkit.fabric.expert_floor import Floor, expert
+from testkit.processes.background import ended
 from testkit.waiting import LIMIT_S, eventually
 
 from services.attention.routing_table import TableFollower
@@ -21,7 +22,6 @@ from services.placement import Hysteresis
 from services.queue.limits import QueueLimits
 from services.queue.scheduler_side import SchedulerQueue
 from services.routing import RoutingTable, ShardGroup, even_groups
-from services.runtime.tasks import end_tasks
 from services.scheduler.experts import ExpertPlacement
 
 LEASE_S = 16.0
@@ -100,6 +100,13 @@ class Stage:
 
         await eventually(turned)
 
+    async def death_of(self, name: str, error: type[Exception], match: str | None = None) -> None:
+        """The worker ends by itself, with ``error``."""
+        _, _, task = self.tasks.pop(name)
+        await self.until(task.done)
+        with pytest.raises(error, match=match):
+            task.result()
+
     async def until_seats(self, workers: set[str]) -> None:
         """Without a turn of the leader."""
 
@@ -133,7 +140,7 @@ async def stage_of(floor: Floor, groups: int) -> AsyncIterator[Stage]:
     try:
         yield stage
     finally:
-        await end_tasks(task for _, _, task in stage.tasks.values())
+        await ended(task for _, _, task in stage.tasks.values())
 
 
 @pytest.fixture(autouse=True)
@@ -242,7 +249,7 @@ async def test_a_worker_that_is_stopped_waits_for_the_exchanges_of_the_table_bef
         await asyncio.wait_for(task, LIMIT_S)
         assert served.drained
         assert set(await floor.seats()) == {"a"}
-        await end_tasks([following])
+        await ended([following])
         assert (await floor.registry.table_epochs()).oldest is None, "a reader that ends is waited for no more"
 
 
@@ -348,10 +355,7 @@ async def test_experts_that_cannot_be_loaded_end_the_worker(floor):
 
     async with stage_of(floor, groups=1) as stage:
         stage.start("a", broken)
-        task = stage.tasks["a"][2]
-        await stage.until(task.done)
-        with pytest.raises(CheckpointError, match="cut off"):
-            task.result()
+        await stage.death_of("a", CheckpointError, match="cut off")
 
 
 async def test_a_stop_during_a_long_load_is_heard_at_once(floor):
@@ -395,10 +399,7 @@ async def test_a_worker_whose_experts_died_gives_its_seat_up_and_fails(floor):
         await stage.until(lambda: worker.status == other.status == "ready")
         await stage.placement.turn(floor.e)
         worker.serving.failure = MemoryError("no more")
-        task = stage.tasks["a"][2]
-        await stage.until(task.done)
-        with pytest.raises(ServingFailed):
-            task.result()
+        await stage.death_of("a", ServingFailed)
         assert set(await floor.seats()) == {"b"}
         await stage.placement.turn(floor.e)
         assert set(await stage.listed()) == {"b"}
@@ -433,7 +434,7 @@ async def test_a_follower_passes_over_the_table_of_another_model(floor):
     await floor.publish()
     await asyncio.wait_for(follower.ready(), LIMIT_S)
     assert [table.fingerprint for table in link.tables] == ["f"]
-    await end_tasks([following])
+    await ended([following])
 
 
 def delay(worker: ExpertWorker, seconds: float) -> None:
@@ -480,4 +481,4 @@ async def test_after_redis_lost_everything_the_first_table_lists_all_that_it_lis
         }.items()
         await stage.until(lambda: len(link.tables[-1].seats) == 4)
         assert [worker.serving for worker in workers] == serving
-        await end_tasks([following])
+        await ended([following])

@@ -229,7 +229,7 @@ async def nothing_unwritten(client: Redis) -> bool:
 async def test_streams_pause_while_the_disk_is_full_and_go_on(redis_server, new_redis_server):
     server = new_redis_server(redis_server.binary, *EACH_SECOND)
     server.start()
-    async with Deployment(server.url, max_attempts=100) as deployment:
+    async with Deployment(server.url, lease_s=0.8, max_attempts=100) as deployment:
         deployment.scheduler()
         worker = deployment.worker(engine=SteppingEngine(step_s=0.01))
         client = await deployment.client()
@@ -238,9 +238,9 @@ async def test_streams_pause_while_the_disk_is_full_and_go_on(redis_server, new_
         server.fill_disk()
         await eventually(lambda: refused(deployment))
         await asyncio.sleep(2 * deployment.lease_s)  # every lease is over
-        assert not any(stream.end for stream in streams)
+        assert not any(stream.finish for stream in streams)
         server.free_disk()
-        await eventually(lambda: all(stream.end for stream in streams))
+        await eventually(lambda: all(stream.finish for stream in streams))
         check_answers(streams, 60)
         assert not worker.task.done()
 

@@ -268,17 +268,6 @@ async def test_resync_fences_the_running_attempt_off(bench):
     assert await bench.gateway.resync("unknown", 4) == 5
 
 
-async def test_resync_revives_a_request_whose_end_never_arrived(bench):
-    await bench.add_worker("w")
-    (request,) = await bench.run_on("w", bench.request("a"))
-    await bench.worker.publish("w", [bench.token(request, 0, finish="stop")])
-    await bench.redis.delete(bench.keys.results("g1"))
-    assert await bench.gateway.survey({"a": 1}) == {"a": ("done", 1)}
-    assert await bench.gateway.resync("a", 1) == 2
-    assert await bench.gateway.resubmit(next_attempt(request, 2))
-    assert await bench.order() == ["a"]
-
-
 async def test_a_cancelled_request_cannot_come_back_by_resubmission(bench):
     await bench.add_worker("w")
     (request,) = await bench.run_on("w", bench.request("a"))

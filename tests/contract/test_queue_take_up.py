@@ -30,15 +30,6 @@ async def test_taking_up_a_queued_request_keeps_its_place(bench):
     assert (await bench.scheduler.reap(bench.epoch)).cancelled == 1  # b alone
 
 
-async def test_taking_up_a_running_request_that_published_nothing_goes_on(bench):
-    await bench.add_worker("w")
-    (request,) = await bench.run_on("w", bench.request("a"))
-    taken = await bench.new_gateway("g2").take_up(structs.replace(request, reply_to="g2"), timeout_s=60)
-    assert taken.attempt == 1
-    assert await bench.worker.publish("w", [bench.token(request, 0, finish="stop")]) == set()
-    assert bench.ends(await bench.events("g2")) == [("a", "stop")]
-
-
 async def test_taking_up_a_request_under_way_starts_from_scratch(bench):
     await bench.add_worker("w")
     (request,) = await bench.run_on("w", bench.request("a"))

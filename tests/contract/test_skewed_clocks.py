@@ -51,7 +51,7 @@ async def test_requests_run_to_their_end(redis_server: RedisServer) -> None:
         deployment.worker()
         client = await deployment.client()
         streams: list[Stream] = await client.submit(*[[n] for n in range(8)], max_tokens=50, timeout_s=60)
-        await eventually(lambda: all(stream.end for stream in streams))
+        await eventually(lambda: all(stream.finish for stream in streams))
         assert [stream.tokens for stream in streams] == [continuation([n], 50) for n in range(8)]
         assert scheduler.value("reclaimed_leases_total", outcome="lost") == 0
 
@@ -62,10 +62,9 @@ async def test_a_request_that_has_no_time_left_ends(redis_server: RedisServer) -
         deployment.scheduler()
         client = await deployment.client()
         (stream,) = await client.submit([1], timeout_s=0.3)
-        await eventually(lambda: stream.end)
-        assert stream.end is not None
-        assert stream.end.error is not None
-        assert stream.end.error.code == "deadline_exceeded"
+        await eventually(lambda: stream.finish)
+        assert stream.error is not None
+        assert stream.error.code == "deadline_exceeded"
 
 
 @pytest.mark.usefixtures("skewed")
@@ -96,7 +95,7 @@ async def test_requests_and_their_members_outlast_steps_of_redis_own_clock(
         for seen, ahead in ((5, HOUR_S), (15, -HOUR_S), (25, -2 * HOUR_S), (35, 0)):
             await eventually(lambda seen=seen: all(len(stream.tokens) >= seen for stream in streams))
             server.set_clock(ahead)
-        await eventually(lambda: all(stream.end for stream in streams))
+        await eventually(lambda: all(stream.finish for stream in streams))
         check(streams, 60)
         (late,) = await client.submit([9], max_tokens=5, timeout_s=60)
         await eventually(lambda: late.end)

@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -98,14 +99,14 @@ def test_a_redis_that_is_emptied_while_answers_stream_costs_nothing(with_redis: 
         with redis.Redis(port=port) as client:
             client.flushall()
 
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    try:
-        asyncio.run(answers_while(server, flush))
-        until(lambda: bool(_seats_of_the_table(port)), "the table is back")
-    finally:
-        done.set()
-        watcher.join()
+    with ThreadPoolExecutor(1) as pool:
+        watching = pool.submit(watch)
+        try:
+            asyncio.run(answers_while(server, flush))
+            until(lambda: bool(_seats_of_the_table(port)), "the table is back")
+        finally:
+            done.set()
+    watching.result()
     assert seats == {EXPERTS}, "no table was smaller"
 
 

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import psutil
@@ -79,21 +80,21 @@ class Watch:
     def __init__(self, gateway: Gateway) -> None:
         self._lockway = gateway
         self._over = threading.Event()
-        self._threads = [threading.Thread(target=self._look), threading.Thread(target=self._ask)]
+        self._pool = ThreadPoolExecutor(2)
         self.base = self.peak = gateway.memory()
         self.slowest_s = 0.0
         self.asked = 0
         self.failed: list[str] = []
 
     def __enter__(self) -> Watch:
-        for thread in self._threads:
-            thread.start()
+        self._watching = [self._pool.submit(self._look), self._pool.submit(self._ask)]
         return self
 
     def __exit__(self, *_: object) -> None:
         self._over.set()
-        for thread in self._threads:
-            thread.join()
+        self._pool.shutdown()
+        for watching in self._watching:
+            watching.result()
 
     @property
     def grown(self) -> int:

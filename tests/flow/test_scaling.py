@@ -100,8 +100,8 @@ def test_the_shard_that_is_waited_for_grows_then_all_sleep_and_wake_together(tin
         assert time.monotonic() - idle_since >= SLEEP_AFTER_S - 1.5  # the leader looks each second
         needed = partial(mesh.series, "expertmesh_needed_replicas", role="experts", shard="0")
         until(lambda: needed() < 0.5, "the load of before has faded")
-        asking = threading.Thread(target=mesh.ask, args=(200,))
-        asking.start()
-        until(lambda: all(mesh.wanted().values()), "a request wakes it", every_s=0.1)
-        until(lambda: mesh.wanted() == awake, "one of each is enough")
-        asking.join()
+        with ThreadPoolExecutor(1) as pool:
+            asking = pool.submit(mesh.ask, 200)
+            until(lambda: all(mesh.wanted().values()), "a request wakes it", every_s=0.1)
+            until(lambda: mesh.wanted() == awake, "one of each is enough")
+        asking.result()

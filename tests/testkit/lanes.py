@@ -31,7 +31,8 @@ RECORD = ROOT / "tests/night.json"
 LANES = ROOT / "tests/lanes.toml"
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
+def add_options(parser: pytest.Parser) -> None:
+    """For ``pytest_addoption`` of a conftest, which pytest reads before it registers this module."""
     group = parser.getgroup("lanes")
     group.addoption("--lane", choices=("all", "commit"), default="all", help="commit: without tests marked night")
     group.addoption("--results", type=Path, help="write a JSON line for each test to this file")

@@ -18,10 +18,10 @@ from typing import Any
 
 import aiohttp
 import msgspec
+from testkit.processes.background import ended
 
 from abuse.kit.child import OwnLag, obey
 from abuse.kit.tokens import Answers
-from services.runtime.tasks import end_tasks
 
 SHORT_TOKENS = 50
 PROMPT_TOKENS = 40
@@ -178,7 +178,7 @@ async def main(config: dict[str, Any]) -> None:
         await obey({"report": crowd.report})
     finally:
         with contextlib.suppress(asyncio.CancelledError):
-            await end_tasks([running])
+            await ended([running])
 
 
 if __name__ == "__main__":

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Callable, Coroutine
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import pytest
 from prometheus_client import CollectorRegistry
 from redis.asyncio import Redis
 
@@ -20,11 +22,12 @@ from services.queue.keys import Keys
 from services.queue.limits import QueueLimits
 from services.queue.scheduler_side import SchedulerQueue
 from services.queue.worker_side import WorkerQueue
-from services.runtime.tasks import end_tasks
 from services.scheduler.loop import Scheduler
 from services.scheduler.observer import Observer
 from services.scheduler.policy import DispatchPolicy
+from services.wire import WIRE
 from testkit.models.stepping import SteppingEngine
+from testkit.processes.background import ended
 from testkit.queue.client import Client
 
 KEYS = Keys("test")
@@ -40,13 +43,24 @@ class Running:
     redis: Redis
     task: asyncio.Task[None]
     stop_event: asyncio.Event
+    expected: tuple[type[BaseException], ...] = field(default=(), kw_only=True)
+    """What it may die of."""
 
     async def stop(self) -> None:
         self.stop_event.set()
         await self.task
 
     async def kill(self) -> None:
-        await end_tasks([self.task])
+        left = self.task.done() and not self.task.cancelled() and not self.stop_event.is_set()
+        await ended([self.task], *self.expected)
+        assert not left or self.expected, "it ended though nobody stopped it"
+
+    async def dies_of(self, error: type[BaseException], match: str | None = None) -> BaseException:
+        """Waits for it to die of ``error``."""
+        self.expected = (error,)
+        with pytest.raises(error, match=match) as caught:
+            await self.task
+        return caught.value
 
 
 @dataclass
@@ -59,6 +73,11 @@ class RunningWorker(Running):
     lacks: list[str] = field(default_factory=list)
     """What the worker lacks, by its answer."""
 
+    async def end(self) -> None:
+        """Kills it, also where its engine is held."""
+        self.engine.gate.set()
+        await self.kill()
+
 
 @dataclass
 class RunningScheduler(Running):
@@ -69,37 +88,28 @@ class RunningScheduler(Running):
 
 
 class Deployment:
-    """Async context manager; ends whatever still runs. Leases end by hand (:meth:`lapse`), not while a test waits."""
+    """Async context manager; ends whatever still runs, and raises what died of something that nobody expected. Leases
+    end by hand (:meth:`lapse`), not while a test waits."""
 
     def __init__(self, url: str, *, lease_s: float = 30, max_attempts: int = 3, **limits: Any) -> None:
         self.url = url
         self.lease_s = lease_s
         self.limits = QueueLimits(lease_s=lease_s, max_attempts=max_attempts, **limits)
-        self._running: list[Running] = []
-        self._clients: list[Client] = []
-        self._connections: list[Redis] = []
+        self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Deployment:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        for client in self._clients:
-            await client.__aexit__()
-        for running in self._running:
-            if isinstance(running, RunningWorker):
-                running.engine.gate.set()
-            await running.kill()
-        for connection in self._connections:
-            await connection.aclose()
+        await self._stack.aclose()
 
     def connection(self) -> Redis:
-        self._connections.append(connect(self.url))
-        return self._connections[-1]
+        connection = connect(self.url)
+        self._stack.push_async_callback(connection.aclose)
+        return connection
 
     async def client(self) -> Client:
-        client = Client(self.connection(), KEYS, self.limits, lease_s=30)
-        self._clients.append(client)
-        return await client.__aenter__()
+        return await self._stack.enter_async_context(Client(self.connection(), KEYS, self.limits, lease_s=30))
 
     async def lapse(self, worker: RunningWorker) -> None:
         """Ends the lease of ``worker`` now."""
@@ -113,7 +123,7 @@ class Deployment:
         scheduler = Scheduler(queue, DispatchPolicy(), observer, token=token, lease_s=self.lease_s, placement=placement)
         task, stop = self._start(scheduler.run)
         running = RunningScheduler(redis, task, stop, registry)
-        self._running.append(running)
+        self._stack.push_async_callback(running.kill)
         return running
 
     def worker(self, *, engine: SteppingEngine | None = None, **options: Any) -> RunningWorker:
@@ -129,6 +139,7 @@ class Deployment:
             host="host",
             pid=1,
             version="0",
+            wire=WIRE,
         )
         refused: list[int] = []
         held_back: list[float] = []
@@ -145,7 +156,7 @@ class Deployment:
         )
         task, stop = self._start(worker.run)
         running = RunningWorker(redis, task, stop, worker, engine, info, refused, held_back, lacks)
-        self._running.append(running)
+        self._stack.push_async_callback(running.end)
         return running
 
     def _start(self, run: Any) -> tuple[asyncio.Task[None], asyncio.Event]:

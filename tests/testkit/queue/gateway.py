@@ -1,84 +1,111 @@
-"""A simulated gateway that follows its stream as the queue's contract says, and the text that requests must get."""
+"""A gateway without HTTP and text: its own table, admission and follower over any queue, which tests drive by steps."""
 
 from __future__ import annotations
 
-import zlib
+import asyncio
+import time
+from array import array
+from collections.abc import Callable
+from functools import cache
+from typing import Any
 
 from msgspec import structs
+from prometheus_client import CollectorRegistry
+from tokenizers import Tokenizer, decoders, models
 
-from services.messages import AttemptLost, GenerateRequest, TokenEvent
-from services.queue.gateway_side import FIRST_ID, GatewayQueue
-
-
-def drawn(request_id: str, index: int) -> int:
-    """The token that any worker draws there: a replay draws the same."""
-    return zlib.crc32(f"{request_id}:{index}".encode()) % 1000
-
-
-def text(request: GenerateRequest) -> list[int]:
-    """All tokens of a request; one that divides by 9 stops it."""
-    tokens: list[int] = []
-    while len(tokens) < request.sampling.max_tokens:
-        tokens.append(drawn(request.id, len(tokens)))
-        if tokens[-1] % 9 == 0:
-            break
-    return tokens
+from services.gateway.admission import Admission
+from services.gateway.budget import Holdings
+from services.gateway.idempotency import Origin
+from services.gateway.job import Choice, Job, Rendering
+from services.gateway.results import ResultFollower
+from services.gateway.table import JobTable
+from services.gateway.targets import LatencyTargets
+from services.gateway.tokenizer import SpecialTokens, TextCodec
+from services.messages import GenerateRequest
+from services.metrics import GatewayMetrics
+from services.queue.gateway_side import Result
+from services.queue.prompts import pack_ids, prompt_name
+from services.wire import WIRE
 
 
-class SimGateway:
-    """Follows its stream as the contract asks of a gateway."""
+@cache
+def _no_text() -> TextCodec:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.decoder = decoders.ByteLevel()
+    return TextCodec(tokenizer, SpecialTokens())
 
-    def __init__(self, queue: GatewayQueue, ends: dict[str, list[str]]) -> None:
+
+def _job(requests: tuple[GenerateRequest, ...]) -> Job:
+    choices = []
+    for index, request in enumerate(requests):
+        prompt = array("i", request.token_ids[: request.prompt_len])
+        name = prompt_name(request.tenant, pack_ids(prompt))
+        named = structs.replace(request, attempt=1, token_ids=[], prompt=name, wire=WIRE)
+        choices.append(Choice(index, named, prompt, _no_text(), Rendering()))
+    return Job(
+        job_id=requests[0].id, choices=choices, n=1, tenant=requests[0].tenant, created=0, arrived=time.monotonic()
+    )
+
+
+class Gateway:
+    """Of what a gateway does by itself, ``follower.run()`` is begun by whoever wants it. ``hear`` gets each result
+    before the follower does."""
+
+    def __init__(
+        self,
+        queue: Any,
+        *,
+        lease_s: float = 600.0,
+        own_lease_s: float | None = None,
+        hear: Callable[[Result], None] | None = None,
+    ) -> None:
+        metrics = GatewayMetrics(CollectorRegistry())
         self.queue = queue
-        self.ends = ends
-        self.last_id = FIRST_ID
-        self.live: dict[str, GenerateRequest] = {}
-        self.doubts: set[tuple[str, str]] = set()
+        self.table = JobTable(metrics, LatencyTargets(ttft_s=2.0, tpot_s=0.1), Holdings(1 << 30))
+        self.follower = ResultFollower(
+            queue,
+            self.table,
+            metrics,
+            lease_s=lease_s,
+            own_lease_s=lease_s if own_lease_s is None else own_lease_s,
+            request_timeout_s=3600,
+        )
+        self._hear = hear
+        self._read, queue.follow = queue.follow, self._follow
 
-    def end(self, request_id: str, how: str) -> None:
-        self.ends[request_id].append(how)
-        del self.live[request_id]
+    async def _follow(self, last_id: str, block_ms: int) -> tuple[str, list[Result]]:
+        last_id, events = await self._read(last_id, block_ms)
+        for event in events if self._hear else ():
+            self._hear(event)
+        return last_id, events
+
+    @property
+    def live(self) -> dict[str, Choice]:
+        """The sequences that wait for their ends, by id."""
+        return {choice.request.id: choice for _, choice in self.table.waiting()}
+
+    async def admit(self, *requests: GenerateRequest, timeout_s: float = 3600, resumed: bool = False) -> Job:
+        """Puts ``requests``, which hold their prompts, into the queue as one job, or takes it up there."""
+        job = _job(requests)
+        origin = Origin(base_id=job.id, seed=0, resumed=resumed)
+        await Admission(self.queue, self.table, self.follower, timeout_s=timeout_s).admit(job, origin, None)
+        return job
 
     async def pump(self) -> None:
-        self.last_id, events = await self.queue.follow(self.last_id, 0)
-        for event in events:
-            request = self.live.get(event.request_id)
-            if request is None:
-                await self.queue.cancel([event.request_id])
-            elif isinstance(event, AttemptLost):
-                if event.attempt > request.attempt:
-                    await self.again(request, event.attempt)
-            elif event.attempt >= request.attempt:
-                await self.take(request, event)
-
-    async def take(self, request: GenerateRequest, event: TokenEvent) -> None:
-        if event.token_id is None:
-            return self.end(request.id, event.error.code if event.error else str(event.finish))
-        if event.index > request.delivered:
-            attempt = await self.queue.resync(request.id, event.attempt)
-            return await self.again(request, attempt) if attempt else self.end(request.id, "gone")
-        assert event.token_id == drawn(request.id, event.index)
-        if event.index == request.delivered:
-            self.live[request.id] = structs.replace(request, token_ids=[*request.token_ids, event.token_id])
-        if event.finish:
-            assert self.live[request.id].token_ids[request.prompt_len :] == text(request)
-            self.end(request.id, event.finish)
-        return None
-
-    async def again(self, request: GenerateRequest, attempt: int) -> None:
-        self.live[request.id] = structs.replace(self.live[request.id], attempt=attempt)
-        await self.queue.resubmit(self.live[request.id])
+        """Reads once, and makes the calls that follow from it."""
+        await self.follower._read(0)
+        await self.finish_calls()
 
     async def survey(self) -> None:
-        answer = await self.queue.survey({request.id: request.attempt for request in self.live.values()})
-        doubts = {(request_id, state) for request_id, (state, _) in answer.items() if state in ("done", "moved")}
-        for request_id, (state, attempt) in answer.items():
-            request = self.live[request_id]
-            if state == "missing" or (state not in ("done", "moved") and attempt < request.attempt):
-                await self.again(request, request.attempt)
-            elif state == "lost":
-                await self.again(request, attempt)
-            elif (request_id, state) in doubts & self.doubts:
-                later = await self.queue.resync(request_id, request.attempt, retake=state == "moved")
-                await self.again(request, later) if later else self.end(request_id, "gone")
-        self.doubts = doubts
+        await self.follower._heartbeat()
+        await self.follower._survey()
+        await self.finish_calls()
+
+    async def abandon(self, job: Job) -> None:
+        """The client leaves."""
+        self.follower.abandon(job)
+        await self.finish_calls()
+
+    async def finish_calls(self) -> None:
+        while tasks := set(self.follower._tasks):
+            await asyncio.gather(*tasks)

@@ -1,20 +1,42 @@
-"""Simulated gateways, workers and a leader over a real queue: they follow its contract, die, forget and move."""
+"""Gateways, and simulated workers and a leader, over a real queue: they follow its contract, die, forget and move."""
 
 from __future__ import annotations
 
 import random
+import zlib
 from dataclasses import dataclass, field
 from typing import Any
 
 from msgspec import structs
 
 from services.errors import ExpertUnavailable, StaleLeader, TooManyRequests
+from services.gateway.job import Choice, Job
 from services.messages import Cancel, GenerateRequest, TokenEvent
-from services.queue.gateway_side import FIRST_ID
-from testkit.queue.gateway import SimGateway, text
+from services.queue.gateway_side import FIRST_ID, Result
+from testkit.queue.gateway import Gateway
 from testkit.queue.indexes import check
 
 NO_REPLICA = ExpertUnavailable("No replica.").info()
+
+
+def drawn(request_id: str, index: int) -> int:
+    """The token that any worker draws there: a replay draws the same."""
+    return zlib.crc32(f"{request_id}:{index}".encode()) % 1000
+
+
+def text(request: GenerateRequest) -> list[int]:
+    """All tokens of a request; one that divides by 9 stops it."""
+    tokens: list[int] = []
+    while len(tokens) < request.sampling.max_tokens:
+        tokens.append(drawn(request.id, len(tokens)))
+        if tokens[-1] % 9 == 0:
+            break
+    return tokens
+
+
+def as_drawn(event: Result) -> None:
+    if isinstance(event, TokenEvent) and event.token_id is not None:
+        assert event.token_id == drawn(event.request_id, event.index)
 
 
 @dataclass
@@ -30,9 +52,9 @@ class World:
     def __init__(self, bench: Any, seed: int) -> None:
         self.bench = bench
         self.draw = random.Random(seed)
-        self.ends: dict[str, list[str]] = {}
-        self.owner: dict[str, SimGateway] = {}
-        self.gateways: dict[str, SimGateway] = {}
+        self.choices: dict[str, Choice] = {}  # as the last client of each request sees it
+        self.fates: dict[str, str] = {}  # of requests whose clients never saw an end
+        self.gateways: dict[str, Gateway] = {}
         self.workers: dict[str, SimWorker] = {}
         self.claimed: list[GenerateRequest] = []
         self.names = 0
@@ -43,7 +65,7 @@ class World:
 
     async def add_gateway(self) -> None:
         name = self.name("g")
-        self.gateways[name] = SimGateway(self.bench.new_gateway(name), self.ends)
+        self.gateways[name] = Gateway(self.bench.new_gateway(name), hear=as_drawn)
         await self.gateways[name].queue.heartbeat(600)
         if self.draw.random() < 0.7:  # the others write as an earlier release does
             await self.gateways[name].queue.look()
@@ -64,18 +86,15 @@ class World:
             for _ in range(self.draw.randint(1, 4))
         ]
         try:
-            admitted = await gateway.queue.admit(batch, timeout_s=3600)
+            job = await gateway.admit(*batch)
         except TooManyRequests:
             return
-        for request in admitted:
-            gateway.live[request.id] = request
-            self.ends[request.id] = []
+        self.choices |= {choice.request.id: choice for choice in job.choices}
 
     async def cancel(self) -> None:
         gateway = self.draw.choice(list(self.gateways.values()))
-        for request_id in self.draw.sample(sorted(gateway.live), min(2, len(gateway.live))):
-            await gateway.queue.cancel([request_id], {request_id: gateway.live[request_id].delivered})
-            gateway.end(request_id, "cancelled")
+        if jobs := gateway.table.jobs():
+            await gateway.abandon(self.draw.choice(jobs))
 
     async def claim(self) -> None:
         claims = await self.bench.scheduler.claim(self.bench.epoch, self.draw.randint(1, 6))
@@ -136,7 +155,6 @@ class World:
 
     async def survey(self) -> None:
         for gateway in self.gateways.values():
-            await gateway.queue.heartbeat(600)
             await gateway.survey()
 
     async def kill_worker(self) -> None:
@@ -154,33 +172,36 @@ class World:
             await self.bench.worker.deregister(worker.id, attempts)
 
     async def kill_gateway(self) -> None:
-        """Its requests are cancelled, except one that a client takes up elsewhere."""
+        """Its requests are cancelled, except those of a client that comes back elsewhere."""
         if len(self.gateways) < 2:
             return
         name = self.draw.choice(list(self.gateways))
         dead = self.gateways.pop(name)
         await self.bench.redis.zadd(self.bench.keys.gateways, {name: 1}, xx=True)
-        heir = self.draw.choice(list(self.gateways))
-        for request_id in list(dead.live)[:2]:
-            await self.move(dead, heir, request_id)
-        for request_id in list(dead.live):
-            dead.end(request_id, "gateway died")
+        for job in dead.table.jobs()[:1]:
+            await self.move(dead, self.draw.choice(list(self.gateways)), job)
+        self.fates |= dict.fromkeys(dead.live, "gateway died")
 
-    async def move(self, former: SimGateway, heir: str, request_id: str) -> None:
-        request = former.live[request_id]
-        fresh = structs.replace(request, token_ids=request.token_ids[: request.prompt_len], reply_to=heir)
+    async def move(self, former: Gateway, heir: str, job: Job) -> None:
+        """The client comes back to ``heir``, and gets its whole answer there."""
+        former.table.discard(job)
+        fresh = [
+            structs.replace(choice.request, token_ids=choice.prompt.tolist(), prompt="", reply_to=heir)
+            for choice in job.choices
+        ]
         try:
-            taken = await self.gateways[heir].queue.take_up(fresh, timeout_s=3600)
+            job = await self.gateways[heir].admit(*fresh, resumed=True)
         except TooManyRequests:
-            return
-        del former.live[request_id]
-        self.gateways[heir].live[request_id] = taken
+            await self.gateways[heir].finish_calls()
+            self.fates |= {request.id: "refused" for request in fresh}
+        else:
+            self.choices |= {choice.request.id: choice for choice in job.choices}
 
     async def take_up(self) -> None:
         """The client comes back to another gateway while the first one lives."""
         former, heir = (self.draw.choice(list(self.gateways)) for _ in range(2))
-        if former != heir and self.gateways[former].live:
-            await self.move(self.gateways[former], heir, self.draw.choice(sorted(self.gateways[former].live)))
+        if former != heir and (jobs := self.gateways[former].table.jobs()):
+            await self.move(self.gateways[former], heir, self.draw.choice(jobs))
 
     async def new_leader(self) -> None:
         await self.bench.redis.delete(self.bench.keys.leader)
@@ -235,9 +256,13 @@ async def finish(world: World) -> None:
     raise AssertionError("requests are stuck")
 
 
-async def ended_well(world: World) -> None:
-    assert world.ends
-    assert {request_id: ends for request_id, ends in world.ends.items() if len(ends) != 1} == {}
+async def ended_well(world: World, *fates: str) -> None:
+    """Each request has its whole text, or its client left, or it met one of ``fates``."""
+    assert world.choices
+    for request_id, choice in world.choices.items():
+        fate = world.fates.get(request_id, choice.finish)
+        assert fate in ("stop", "cancelled", *fates), (request_id, fate, choice.error)
+        assert fate != "stop" or choice.generated.tolist() == text(choice.request)
     await check(world.bench)
     assert await world.bench.depth() == (0, 0)
     for pattern in (

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from testkit.processes.background import ended
 from testkit.processes.roles import OPTIONS
 
 from services.attention.registration import LOOK_S, Registration
-from services.runtime.tasks import end_tasks
 
 
 class SlowQueue:
@@ -40,7 +40,7 @@ async def test_a_worker_that_drains_while_its_experts_come_back_gets_no_credit()
     queue.may.set()
     await withdrawing
     await asyncio.sleep(LOOK_S)
-    await end_tasks([keeping])
+    await ended([keeping])
     assert queue.credits == [0, OPTIONS.credit_requests, 0]
 
 

@@ -96,9 +96,8 @@ async def test_at_the_cap_of_attempts_the_request_ends_with_the_typed_error(serv
         streams = await client.submit(*PROMPTS, max_tokens=5)
         await finish(streams)
         for stream in streams:
-            assert stream.end is not None
-            assert stream.end.error is not None
-            assert (stream.end.error.code, stream.end.error.retry_after_s) == ("expert_unavailable", 3.0)
+            assert stream.error is not None
+            assert (stream.error.code, stream.error.retry_after_s) == ("expert_unavailable", 3.0)
         assert len(worker.engine.added) == 3 * len(streams)
         queue = SchedulerQueue(deployment.connection(), KEYS, deployment.limits)
         assert (await queue.depth()).dead_letters == 0

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from array import array
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,11 @@ import msgspec
 import pytest
 from openai import AsyncOpenAI
 from prometheus_client import CollectorRegistry
+from testkit.processes.background import ended
+from testkit.queue.scripted import ScriptedQueue
 from testkit.waiting import eventually
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from services.errors import QueueUnavailable, RequestError
 from services.gateway.app import Parts, build_app
 from services.gateway.auth import Authenticator, KeyStore
 from services.gateway.budget import Holdings
@@ -36,11 +36,8 @@ from services.gateway.table import JobTable
 from services.gateway.targets import LatencyTargets
 from services.gateway.tokenize import TokenizerRoutes
 from services.gateway.tokenizer import SpecialTokens, TextCodec
-from services.messages import AttemptLost, GenerateRequest, TokenEvent, TokenLogprob, WorkerInfo
+from services.messages import AttemptLost, GenerateRequest, TokenEvent, TokenLogprob
 from services.metrics import GatewayMetrics
-from services.queue.gateway_side import IdempotencyKey, KeyBound, Prompts, Result
-from services.queue.limits import TenantLimits
-from services.queue.prompts import whole
 
 BOS, EOS = "<|bos|>", "<|eos|>"
 TEMPLATE = (
@@ -49,7 +46,6 @@ TEMPLATE = (
     "[{{ message.role }}]{{ message.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
-Answer = Callable[[GenerateRequest], Iterable[TokenEvent]]
 
 
 @pytest.fixture(scope="session")
@@ -83,170 +79,6 @@ def model_dir(tmp_path: Path, tokenizer: Tokenizer) -> Path:
     config = {"bos_token": BOS, "eos_token": {"content": EOS}, "chat_template": TEMPLATE}
     (tmp_path / "tokenizer_config.json").write_bytes(msgspec.json.encode(config))
     return tmp_path
-
-
-class ScriptedQueue:
-    """Plays the queue and a worker. What the gateway asked for is recorded; ``emit`` sends events to it."""
-
-    def __init__(self) -> None:
-        self.admitted: list[GenerateRequest] = []
-        self.resubmitted: list[GenerateRequest] = []
-        self.taken_up: list[GenerateRequest] = []
-        self.places: list[tuple[int, int]] = []
-        self.cancelled: dict[str, int] = {}
-        self.resynced: list[tuple[str, int]] = []
-        self.retaken: list[str] = []
-        self.limits: list[TenantLimits | None] = []
-        self.charged: list[str] = []
-        self.over_rate: RequestError | None = None
-        self.survey_answer: dict[str, tuple[Any, int]] = {}
-        self.surveys = 0
-        self.refusal: RequestError | None = None
-        self.answer: Answer | None = None
-        self.records: dict[tuple[str, str], tuple[str, str, int]] = {}
-        self.live_workers: list[WorkerInfo] = []
-        self.restated: list[GenerateRequest] = []
-        self.kept_whole: list[str] = []  # resubmitted with their prompts in their records
-        self.left = False
-        self.gone = False  # whether another gateway has what this one asks about
-        self._down = False
-        self._changed = asyncio.Event()
-        self._events: list[Result] = []
-        self._position = 0
-
-    @property
-    def down(self) -> bool:
-        return self._down
-
-    @down.setter
-    def down(self, value: bool) -> None:
-        self._down = value
-        self._changed.set()
-
-    def emit(self, *events: Result) -> None:
-        self._events.extend(events)
-        self._changed.set()
-
-    async def wait_for(self, attribute: str, count: int = 1) -> Any:
-        """The recorded calls ``attribute`` once there are ``count``."""
-        await eventually(lambda: len(getattr(self, attribute)) >= count)
-        return getattr(self, attribute)
-
-    def _check(self) -> None:
-        if self._down:
-            raise QueueUnavailable("Redis is away.", retry_after_s=1)
-
-    async def heartbeat(self, ttl_s: float, fingerprint: str | None = None) -> None:  # noqa: ARG002
-        self._check()
-
-    async def leave(self) -> None:
-        self.left = True
-
-    async def admit(
-        self,
-        requests: Sequence[GenerateRequest],
-        *,
-        timeout_s: float,
-        tenant_limits: TenantLimits | None = None,
-        key: IdempotencyKey | None = None,
-        prompts: Prompts | None = None,
-    ) -> list[GenerateRequest]:
-        self._check()
-        self._bind(requests[0].tenant, key)
-        if self.refusal is not None:
-            raise self.refusal
-        granted = [msgspec.structs.replace(request, deadline_ms=int(timeout_s * 1000)) for request in requests]
-        joined = [_joined(request, prompts) for request in granted]
-        self.admitted += joined
-        self.limits.append(tenant_limits)
-        if self.answer is not None:
-            for request in joined:
-                self.emit(*self.answer(request))
-        return granted
-
-    def _bind(self, tenant: str, key: IdempotencyKey | None) -> None:
-        if key is None:
-            return
-        bound = self.records.get((tenant, key.key))
-        if bound is not None:
-            raise KeyBound(base_id=bound[1], seed=bound[2], owner="gw")
-        if self.refusal is None:
-            self.records[tenant, key.key] = (key.fingerprint, key.base_id, key.seed)
-
-    async def charge(self, tenant: str, limits: TenantLimits) -> None:  # noqa: ARG002
-        self._check()
-        if self.over_rate is not None:
-            raise self.over_rate
-        self.charged.append(tenant)
-
-    async def resubmit(self, request: GenerateRequest, prompts: Prompts | None = None, *, by_name: bool = True) -> bool:
-        self._check()
-        self.kept_whole += [] if by_name else [request.id]
-        self.resubmitted.append(_joined(request, prompts))
-        return True
-
-    async def take_up(
-        self,
-        request: GenerateRequest,
-        *,
-        timeout_s: float,
-        tenant_limits: TenantLimits | None = None,
-        prompts: Prompts | None = None,
-        place: int = 0,
-        of: int = 1,
-    ) -> GenerateRequest:
-        self._check()
-        granted = msgspec.structs.replace(request, attempt=2, deadline_ms=int(timeout_s * 1000))
-        self.taken_up.append(_joined(granted, prompts))
-        self.places.append((place, of))
-        self.limits.append(tenant_limits)
-        if self.answer is not None:
-            self.emit(*self.answer(self.taken_up[-1]))
-        return granted
-
-    async def resync(self, request_id: str, attempt: int, *, retake: bool = False) -> int | None:
-        self._check()
-        self.retaken += [request_id] * retake
-        self.resynced.append((request_id, attempt))
-        return None if self.gone else attempt + 1
-
-    async def cancel(self, request_ids: Iterable[str], delivered: Mapping[str, int] | None = None) -> int:
-        self._check()
-        found = {request_id: (delivered or {}).get(request_id, 0) for request_id in request_ids}
-        self.cancelled.update(found)
-        return len(found)
-
-    async def survey(self, attempts: Mapping[str, int]) -> dict[str, tuple[Any, int]]:
-        self._check()
-        self.surveys += 1
-        return {key: self.survey_answer.get(key, ("running", attempt)) for key, attempt in attempts.items()}
-
-    async def follow(self, last_id: str, block_ms: int) -> tuple[str, list[Result]]:
-        self._check()
-        if self._position == len(self._events):
-            self._changed.clear()
-            try:
-                async with asyncio.timeout(block_ms / 1000):
-                    await self._changed.wait()
-            except TimeoutError:
-                return last_id, []
-            self._check()
-        events, self._position = self._events[self._position :], len(self._events)
-        return str(self._position), events
-
-    async def look(self) -> list[WorkerInfo]:
-        self._check()
-        return self.live_workers
-
-    async def restate(self, sequences: Iterable[tuple[GenerateRequest, array[int]]]) -> int:
-        self._check()
-        self.restated = [whole(request, prompt) for request, prompt in sequences]
-        return 0
-
-
-def _joined(request: GenerateRequest, prompts: Prompts | None) -> GenerateRequest:
-    """``request`` with its prompt, as a worker gets it."""
-    return whole(request, (prompts or {})[request.prompt])
 
 
 class _Leader:
@@ -344,16 +176,12 @@ Start = Callable[..., Any]
 @pytest.fixture
 async def start(codec: TextCodec) -> AsyncIterator[Start]:
     """Starts gateways: ``harness = await start(...)``. They are stopped at the end of the test."""
-    stack: list[Any] = []
+    async with AsyncExitStack() as stack:
 
-    async def begin(**options: Any) -> Harness:
-        context = _running(codec, **options)
-        stack.append(context)
-        return await context.__aenter__()
+        async def begin(**options: Any) -> Harness:
+            return await stack.enter_async_context(_running(codec, **options))
 
-    yield begin
-    for context in reversed(stack):
-        await context.__aexit__(None, None, None)
+        yield begin
 
 
 @pytest.fixture
@@ -470,8 +298,10 @@ async def _running(
     for job in table.jobs():
         follower.abandon(job)
     server.stop()
-    tasks[0].cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-    offload.close()
-    await siblings.close()
-    listener.close()
+    try:
+        await tasks[1]
+    finally:
+        await ended(tasks)
+        offload.close()
+        await siblings.close()
+        listener.close()

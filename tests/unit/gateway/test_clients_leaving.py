@@ -157,8 +157,7 @@ async def test_a_restarted_gateway_takes_the_job_up_with_its_id_and_seed(start, 
     waiting = asyncio.create_task(post(old, "k"))
     request = (await queue.wait_for("admitted"))[0]
     waiting.cancel()
-    new_queue = script.queue()
-    new_queue.records = queue.records
+    new_queue = script.queue("another", other=queue)
     new_queue.answer = lambda taken: script.events(taken, new.ids("again"))
     new = await start(queue=new_queue)
     answer = await post(new, "k")

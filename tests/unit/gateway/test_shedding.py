@@ -89,7 +89,7 @@ async def test_a_kept_answer_that_gave_way_is_made_again(start, script):
         gateway.queue.emit(*script.events(request, [7] * 180, finish=None))
     await eventually(lambda: job.error is not None)
     large.cancel()
-    gateway.queue.records.clear()
+    gateway.queue.keys.clear()
     again, request = await ask(gateway, "greedy", logprobs=5, headers={"Idempotency-Key": "k"})
     gateway.queue.emit(*script.events(request, gateway.ids("again")))
     assert (await again).json()["choices"][0]["text"] == "again"

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from itertools import pairwise
 
 import pytest
+from testkit.processes.background import ended
 
 from services.gateway.middleware import Turns
 
@@ -61,9 +62,9 @@ async def test_those_that_leave_cost_nobody_a_turn(left: int) -> None:
     begun = Begun(at_once=1)
     tasks = begun.start("a" * 10)
     await asyncio.sleep(0)
-    for task in tasks[len(tasks) - left :]:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    staying = len(tasks) - left
+    await ended(tasks[staying:])
+    await asyncio.gather(*tasks[:staying])
     await begun.one("b")
     assert begun.order.count("b") == 1
     assert begun.waiting[-1] == 0

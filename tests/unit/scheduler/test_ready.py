@@ -6,6 +6,7 @@ import asyncio
 
 from prometheus_client import CollectorRegistry
 from redis.asyncio import Redis
+from testkit.processes.background import ended
 from testkit.processes.roles import KEYS
 from testkit.queue.redis_server import RedisServer
 from testkit.waiting import eventually
@@ -13,7 +14,6 @@ from testkit.waiting import eventually
 from services.metrics import SchedulerMetrics
 from services.queue.limits import QueueLimits
 from services.queue.scheduler_side import SchedulerQueue
-from services.runtime.tasks import end_tasks
 from services.scheduler.loop import Scheduler
 from services.scheduler.observer import Observer
 from services.scheduler.policy import DispatchPolicy
@@ -32,4 +32,4 @@ async def test_it_is_ready_while_redis_answers_leading_or_not(server: RedisServe
     await eventually(lambda: not any(each.missing() for each in schedulers))
     server.kill()
     await eventually(lambda: all(each.missing() == ["Redis"] for each in schedulers))
-    await end_tasks(tasks)
+    await ended(tasks)

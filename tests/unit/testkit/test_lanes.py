@@ -20,7 +20,9 @@ import testkit.lanes as lanes
 from pathlib import Path
 lanes.ROOT = Path(__file__).parent
 lanes.RECORD, lanes.LANES = lanes.ROOT / "night.json", lanes.ROOT / "lanes.toml"
-from testkit.lanes import *
+
+def pytest_addoption(parser): lanes.add_options(parser)
+def pytest_configure(config): config.pluginmanager.register(lanes)
 """
 TESTS = """
 import pytest

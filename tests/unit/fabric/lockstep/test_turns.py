@@ -8,6 +8,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -81,21 +82,19 @@ def steps_of(table: Table, rank: int) -> tuple[LockstepTurns[Tensor], MeetingLin
 
 
 def together(*works: Callable[[], Any]) -> list[Any]:
-    results: list[Any] = [None] * len(works)
+    """Returns what each returned, or the LockstepBroken that it raised; raises what else one did."""
 
-    def run(index: int) -> None:
+    def run(work: Callable[[], Any]) -> Any:
         try:
-            results[index] = works[index]()
+            return work()
         except LockstepBroken as error:
-            results[index] = error
+            return error
 
-    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(works))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-        assert not thread.is_alive(), "a rank is stuck"
-    return results
+    pool = ThreadPoolExecutor(len(works))
+    try:
+        return list(pool.map(run, works, timeout=20))
+    finally:
+        pool.shutdown(wait=False)
 
 
 def one_pass(steps: LockstepTurns[Tensor], count: int, fail_at: int | None = None) -> None:

@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -109,22 +110,15 @@ def test_an_aborted_lane_refuses_to_send_and_to_receive(groups: Groups) -> None:
 
 
 def test_a_transfer_that_ends_because_of_the_abort_does_not_count_as_through(groups: Groups) -> None:
-    lane, into, errors = lane_of(groups), torch.empty(2), []
-
-    def receive() -> None:
-        try:
-            lane.receive(into, deadline_in(), alive)
-        except SeatLost as error:
-            errors.append(error)
-
-    receiver = threading.Thread(target=receive)
-    receiver.start()
-    lane.post(lane.pack(torch.ones(2)), alive)
-    lane.abort()
-    with pytest.raises(SeatLost, match="was ended"):
-        lane.finish(deadline_in(), alive)
-    receiver.join(LONG_S)
-    assert [error.message for error in errors] == ["The lane was ended."]
+    lane, into = lane_of(groups), torch.empty(2)
+    with ThreadPoolExecutor(1) as pool:
+        receiving = pool.submit(lane.receive, into, deadline_in(), alive)
+        lane.post(lane.pack(torch.ones(2)), alive)
+        lane.abort()
+        with pytest.raises(SeatLost, match="was ended"):
+            lane.finish(deadline_in(), alive)
+        with pytest.raises(SeatLost, match=r"^The lane was ended\.$"):
+            receiving.result(LONG_S)
 
 
 def test_a_process_that_exits_can_wait_for_lanes_that_end(groups: Groups) -> None:
@@ -138,21 +132,15 @@ def test_a_process_that_exits_can_wait_for_lanes_that_end(groups: Groups) -> Non
 
 def test_what_waits_for_its_turn_to_launch_is_refused(groups: Groups) -> None:
     launches = Launches()
-    lane, errors = lane_of(groups, launches), []
-
-    def post() -> None:
-        try:
-            lane.post(lane.pack(torch.ones(2)), alive)
-        except SeatLost as error:
-            errors.append(error)
-
-    with launches.turn:
-        poster = threading.Thread(target=post)
-        poster.start()
-        time.sleep(0.05)
-        lane.abort()
-    poster.join(LONG_S)
-    assert (len(errors), groups.launched) == (1, 0)
+    lane = lane_of(groups, launches)
+    with ThreadPoolExecutor(1) as pool:
+        with launches.turn:
+            posting = pool.submit(lane.post, lane.pack(torch.ones(2)), alive)
+            time.sleep(0.05)
+            lane.abort()
+        with pytest.raises(SeatLost):
+            posting.result(LONG_S)
+    assert groups.launched == 0
 
 
 def test_abort_waits_for_no_group_and_aborts_both_at_once(groups: Groups) -> None:

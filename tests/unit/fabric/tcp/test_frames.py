@@ -5,10 +5,10 @@ from __future__ import annotations
 import socket
 import struct
 import subprocess
-import threading
 import time
 import tracemalloc
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -175,22 +175,14 @@ def test_an_unknown_client_cannot_hold_more_than_a_handshake(server: ExpertServe
 
 def refused(mine: tcp_handshake.Hello, mine_secret: bytes, theirs: tcp_handshake.Hello) -> tuple[Exception, Exception]:
     """What the attention side and the expert side raise."""
-    errors: list[Exception] = []
-
-    def admit(far: Stream) -> None:
-        try:
-            tcp_handshake.admit(far, SECRET, theirs, time.monotonic() + 10)
-        except Exception as error:  # noqa: BLE001  the test looks at it
-            errors.append(error)
-
-    with pair() as (near, far):
-        thread = threading.Thread(target=admit, args=(far,))
-        thread.start()
+    with pair() as (near, far), ThreadPoolExecutor(1) as pool:
+        admitting = pool.submit(tcp_handshake.admit, far, SECRET, theirs, time.monotonic() + 10)
         with pytest.raises(Exception) as caught:  # noqa: PT011
             tcp_handshake.greet(near, mine_secret, mine, time.monotonic() + 10)
         near.shut()
-        thread.join(20)
-    return caught.value, errors[0]
+        error = admitting.exception(20)
+    assert isinstance(error, Exception)
+    return caught.value, error
 
 
 @pytest.mark.parametrize(
@@ -227,7 +219,7 @@ def test_another_version_is_refused_on_both_sides(monkeypatch: pytest.MonkeyPatc
 def test_an_expert_worker_without_the_secret_is_not_believed() -> None:
     """It accepts any proof and welcomes with one that it cannot make."""
 
-    def impostor(far: Stream) -> None:
+    def impostor(far: Stream) -> str:
         until = time.monotonic() + 10
         tcp_handshake.read_frame(far, tcp_handshake.HANDSHAKE_LIMITS, until)
         far.send(frame_parts(Kind.CHALLENGE, tcp_handshake.Nonce(nonce=b"n" * 32)))
@@ -235,17 +227,14 @@ def test_an_expert_worker_without_the_secret_is_not_believed() -> None:
         signed = msgspec.msgpack.encode(hello(seat=0))
         far.send(frame_parts(Kind.WELCOME, tcp_handshake.Proof(hello=signed, proof=b"p" * 32)))
         frame = read_frame(far, tcp_handshake.HANDSHAKE_LIMITS, until)
-        codes.append(tcp_wire.message_of(frame, tcp_handshake.Refused).code)
         far.shut()
+        return tcp_wire.message_of(frame, tcp_handshake.Refused).code
 
-    codes: list[str] = []
-    with pair() as (near, far):
-        thread = threading.Thread(target=impostor, args=(far,))
-        thread.start()
+    with pair() as (near, far), ThreadPoolExecutor(1) as pool:
+        answering = pool.submit(impostor, far)
         with pytest.raises(SecretMismatch):
             tcp_handshake.greet(near, SECRET, hello(), time.monotonic() + 10)
-        thread.join(20)
-    assert codes == ["secret_mismatch"]
+        assert answering.result(20) == "secret_mismatch"
 
 
 def test_an_empty_secret_is_refused() -> None:

@@ -524,18 +524,15 @@ def test_close_ends_a_combine_that_waits(served: Serve) -> None:
 def test_drain_finishes_what_is_here_and_refuses_the_rest(served: Serve) -> None:
     latch = Latch()
     leaving, staying = served(latch), served()
-    finished: list[bool] = []
-    with linked(table_of(seat_of(leaving, 0), seat_of(staying, 1))) as link:
+    with ThreadPoolExecutor(1) as pool, linked(table_of(seat_of(leaving, 0), seat_of(staying, 1))) as link:
         handle = dispatch(link, 3)
         assert latch.entered.acquire(timeout=LIMIT_S)
-        thread = threading.Thread(target=lambda: finished.append(leaving.drain(LIMIT_S)))
-        thread.start()
+        draining = pool.submit(leaving.drain, LIMIT_S)
         until(lambda: link.usable() == (1,))
         assert torch.equal(send(link, ONES), 2 * ONES)
         latch.open.set()
         assert (link.combine(handle) == 6).all()
-        thread.join(5)
-    assert finished == [True]
+        assert draining.result(LIMIT_S)
     assert (leaving.counts.calls, staying.counts.calls) == (1, 1)
 
 
