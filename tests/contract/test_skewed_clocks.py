@@ -98,7 +98,7 @@ async def test_requests_and_their_members_outlast_steps_of_redis_own_clock(
         await eventually(lambda: all(stream.finish for stream in streams))
         check(streams, 60)
         (late,) = await client.submit([9], max_tokens=5, timeout_s=60)
-        await eventually(lambda: late.end)
+        await eventually(lambda: late.finish)
         check([late], 5)
         assert all(not worker.task.done() for worker in workers)
 
