@@ -1,6 +1,7 @@
 # make run    set up .venv, serve a small demo model, stream a completion from it, keep serving
 # make test   set up .venv, run all tests
-# make gpu-test  the links between GPUs, on a machine with 2 or 4 of them
+# make gpu1-test  engine, kernels, memory and a whole server on one GPU; make gpu-test  the links between GPUs, on a machine
+#             with 2 or 4 of them. Both write tests/gpu_results.json
 # make check  what CI runs: lint, types, imports, test
 # make chaos  10 minutes of dying processes and failing cables under load; CHAOS_MINUTES=1 for less
 # make abuse  what people who mean harm would send, each as a test under the chart's memory limits; make abuse-soak: all of it for
@@ -35,7 +36,7 @@ CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 BUILD_ARGS = $(if $(PIP_INDEX_URL),--build-arg PIP_INDEX_URL=$(PIP_INDEX_URL))
 IMAGE = $(BUILD) -f helm/images/Dockerfile $(BUILD_ARGS)
 
-.PHONY: env run test gpu-test lint types imports check bench-cpu chaos abuse abuse-soak abuse-crowds abuse-pauses fleet fleet-nodes demo-model chart manifests images images-cuda cluster-test cluster-dry \
+.PHONY: env run test gpu-test gpu1-test lint types imports check bench-cpu chaos abuse abuse-soak abuse-crowds abuse-pauses fleet fleet-nodes demo-model chart manifests images images-cuda cluster-test cluster-dry \
   constraints locks clean
 
 env: $(STAMP)
@@ -57,9 +58,11 @@ test: env
 	$(BIN)/pytest -q -n 2 --durations=15 --dist loadfile -m 'not alone' tests/flow
 	$(BIN)/pytest -q --durations=15 -m alone tests/flow
 
-# Uses the python of the environment at hand where there is no .venv: on such machines torch is usually there already.
-gpu-test:
-	TRITON_INTERPRET=0 $(if $(wildcard $(BIN)/pytest),$(BIN)/pytest,$(PYTHON) -m pytest) -q -m gpu --durations=15 tests/contract
+# Use the python of the environment at hand where there is no .venv: on such machines torch is usually there already.
+# GPU_ARGS='-k memory': some of them; they write what ran into tests/gpu_results.json.
+gpu-test gpu1-test: %-test:
+	PYTHONPATH=$(CURDIR):$(CURDIR)/kernels:$(CURDIR)/tests:$(CURDIR)/examples/pocket-moe$(if $(PYTHONPATH),:$(PYTHONPATH)) TRITON_INTERPRET=0 \
+	  $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m testkit.gpu.results --set $* $(GPU_ARGS)
 
 lint: env
 	$(BIN)/ruff check .
