@@ -2,7 +2,8 @@
 # make test   set up .venv, run the tests of every commit (12 minutes with lint and types on two cores)
 # make test-all  every test there is but those of a cluster, and chaos; writes tests/night.json, from which `make test`
 #             knows what has changed since
-# make gpu-test  the links between GPUs, on a machine with 2 or 4 of them
+# make gpu1-test  engine, kernels, memory and a whole server on one GPU; make gpu-test  the links between GPUs, on a machine
+#             with 2 or 4 of them. Both write tests/gpu_results.json
 # make check  what CI runs: lint, types, imports, test
 # make chaos  10 minutes of dying processes and failing cables under load; CHAOS_MINUTES=1 for less
 # make abuse  what people who mean harm would send, each as a test under the chart's memory limits; make abuse-soak: all of it for
@@ -38,7 +39,7 @@ CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 BUILD_ARGS = $(if $(PIP_INDEX_URL),--build-arg PIP_INDEX_URL=$(PIP_INDEX_URL))
 IMAGE = $(BUILD) -f helm/images/Dockerfile $(BUILD_ARGS)
 
-.PHONY: env run test test-all gpu-test lint types imports check bench-cpu chaos abuse abuse-soak abuse-crowds abuse-pauses fleet fleet-nodes demo-model chart manifests images images-cuda cluster-test cluster-dry \
+.PHONY: env run test test-all gpu-test gpu1-test lint types imports check bench-cpu chaos abuse abuse-soak abuse-crowds abuse-pauses fleet fleet-nodes demo-model chart manifests images images-cuda cluster-test cluster-dry \
   constraints locks clean
 
 env: $(STAMP)
@@ -73,9 +74,11 @@ test-all: env chaos
 	$(BIN)/pip install --quiet --no-compile -c constraints.txt -e '.[dev,night]'
 	$(call tests,all,--record)
 
-# Uses the python of the environment at hand where there is no .venv: on such machines torch is usually there already.
-gpu-test:
-	TRITON_INTERPRET=0 $(if $(wildcard $(BIN)/pytest),$(BIN)/pytest,$(PYTHON) -m pytest) -q -m gpu --durations=15 tests/contract
+# Use the python of the environment at hand where there is no .venv: on such machines torch is usually there already.
+# GPU_ARGS='-k memory': some of them; they write what ran into tests/gpu_results.json.
+gpu-test gpu1-test: %-test:
+	PYTHONPATH=$(CURDIR):$(CURDIR)/kernels:$(CURDIR)/tests:$(CURDIR)/examples/pocket-moe$(if $(PYTHONPATH),:$(PYTHONPATH)) TRITON_INTERPRET=0 \
+	  $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m testkit.gpu.results --set $* $(GPU_ARGS)
 
 lint: env
 	$(BIN)/ruff check .

@@ -12,7 +12,7 @@ CYCLES = 2_000_000
 """About a millisecond."""
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu1
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_the_middle_of_a_graph_stands_for_all_of_it() -> None:
     watch, graph, stream = GraphWatch(EXCHANGES), torch.cuda.CUDAGraph(), torch.cuda.Stream()

@@ -20,6 +20,7 @@ from testkit.fabric.lockstep import dealt_link
 from testkit.fabric.shared_memory import SLOTS, shared_link
 from testkit.fabric.tcp import tcp_link
 from testkit.gpu.fabric import GpuLinks, gpu_links
+from testkit.gpu.recorded_graph import record
 from torch import Tensor
 
 from moe_kernels import reference
@@ -257,24 +258,31 @@ def test_result_does_not_depend_on_what_else_is_sent(open_link: OpenLink) -> Non
 
 
 @pytest.mark.parametrize("name", list(IMPLEMENTATIONS))
-def test_a_rehearsal_reaches_nobody_and_has_the_key_of_steps_like_it(name: str) -> None:
+def test_a_capture_reaches_nobody_and_serves_steps_of_its_key(name: str) -> None:
     """Where there is no key a step needs the host, and is not replayed."""
-    batch = whole_rows(5, 1), *choice(5, SLOTS, 1)
+    fixed = whole_rows(5, 0), torch.full((5, SLOTS), -1), torch.ones(5, SLOTS)  # no ids, as rows that fill a graph up
+    y_TD = torch.full_like(fixed[0], torch.nan)
     with IMPLEMENTATIONS[name]({0: scaling_experts(SCALES)}) as opened:
         link: Any = getattr(opened, "link", opened)  # the one inside, where steps are made of what is dispatched
+
+        def exchange() -> None:
+            y_TD.copy_(link.combine(link.dispatch(0, *fixed)))
+
         rows = link.expert_rows if hasattr(link, "expert_rows") else dict
         counted = rows()
         with link.capture_context(5) as key:
-            for _ in range(2 if key is not None else 0):  # without ids, as the rows that fill a graph up
-                assert not link.combine(link.dispatch(0, batch[0], torch.full((5, SLOTS), -1), batch[2])).any()
+            graph = exchange if key is None else record(exchange)
+        assert key is None or not y_TD.any()
         assert rows() == counted
         keys = []
         for step, known in ((1, [5]), (2, ()), (3, [5])):
-            finished = False
+            batch, finished = (whole_rows(5, step), *choice(5, SLOTS, step)), False
+            for kept, new in zip(fixed, batch, strict=True):
+                kept.copy_(new)
             while not finished:
                 link.begin_step(step, known)
                 keys.append(link.graph_key())
-                y_TD = link.combine(link.dispatch(0, *batch))
+                (graph if keys[-1] == key else exchange)()
                 finished = link.finish_step()
             assert_sum(IMPLEMENTATIONS[name], y_TD, batch, SCALES)
         assert {keys[0], keys[-1]} == {key}

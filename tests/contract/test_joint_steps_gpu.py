@@ -11,7 +11,7 @@ from perf.fabric.exchange.world import World
 WORLD = World(hidden=512, experts=16, slots=4, layers=LAYERS, rows=24, micro_batches=1)
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu1
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("stops", [False, True])
 @pytest.mark.parametrize("clients", [2, 3, 8])

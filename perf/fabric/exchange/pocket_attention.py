@@ -13,7 +13,8 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from testkit.gpu.decode_bench import call_again, request
+from testkit.gpu.decode_bench import request
+from testkit.gpu.recorded_graph import record
 
 from perf.fabric.exchange.children import Parent
 from perf.fabric.exchange.ipc import memory_by
@@ -59,7 +60,7 @@ class Decoding:
                 prefix_cache=False,
             ),
             clock=lambda: 0,
-            capture=CudaCapture(self._device) if self._device.type == "cuda" else call_again,
+            capture=CudaCapture(self._device) if self._device.type == "cuda" else record,
         )  # fmt: skip
         self._commands: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._marks: list[tuple[float, str]] = []

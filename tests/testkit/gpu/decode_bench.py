@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,12 +23,6 @@ from services.model.experts import ExpertShard, ExpertWeights
 from services.model.load_spec import load_spec
 from services.model.spec import LayerSpec, ModelSpec, RopeSpec, RouterSpec
 from services.model.weights import DenseWeights, LayerWeights, load_dense, load_experts
-
-
-def call_again(work: Callable[[], None]) -> Callable[[], None]:
-    """A capture where there is no GPU: a graph is the work itself."""
-    work()
-    return work
 
 
 @dataclass

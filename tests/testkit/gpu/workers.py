@@ -28,7 +28,7 @@ START_S, ANSWER_S = 90.0, 90.0
 def why_not(gpus: int) -> str | None:
     """What keeps tests that need so many GPUs from running here."""
     if os.environ.get("TRITON_INTERPRET") == "1":
-        return "kernels are interpreted here: make gpu-test runs them"
+        return "kernels are interpreted here: make gpu-test and make gpu1-test run them"
     found = torch.cuda.device_count()
     return None if found >= gpus else f"needs {gpus} GPUs, found {found}"
 

@@ -1,4 +1,4 @@
-"""Replayed steps give the tokens, counts and cache of others. A graph is a call here."""
+"""Replayed steps give the tokens, counts and cache of others, by recorded graphs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from testkit.gpu.decode_bench import call_again, load, request, run
+from testkit.gpu.decode_bench import load, request, run
+from testkit.gpu.recorded_graph import record
 
 from moe_kernels import backend
 from services.attention.step.engine import Engine
@@ -73,7 +74,7 @@ def with_window(tiny: Any, folder: Path) -> Any:
 
 @pytest.mark.parametrize("sequences", [1, 2, 3, 5])
 def test_tokens_are_the_oracles(sequences: int, tiny: Any, make_engine: MakeEngine) -> None:
-    engine = make_engine(capture=call_again, max_num_seqs=6)
+    engine = make_engine(capture=record, max_num_seqs=6)
     engine.prepare()
     assert engine.stats().graphs == len(row_buckets(64)), "for as many rows as a step has"
     prompts = PROMPTS[:sequences]
@@ -86,7 +87,7 @@ def test_tokens_are_the_oracles(sequences: int, tiny: Any, make_engine: MakeEngi
 @pytest.mark.parametrize("budget", [1, 4, 7])
 def test_chunks_of_prompts_together_with_decodes(budget: int, tiny: Any, make_engine: MakeEngine) -> None:
     """And from the prefix cache, the second time."""
-    engine = make_engine(capture=call_again, max_num_seqs=3, max_num_batched_tokens=budget)
+    engine = make_engine(capture=record, max_num_seqs=3, max_num_batched_tokens=budget)
     engine.prepare()
     for _ in range(2):
         assert tokens(engine) == [tiny.greedy(prompt, 9) for prompt in PROMPTS]
@@ -104,7 +105,7 @@ def test_a_prompt_with_much_to_read_is_not_for_graphs(
     position_bytes, prompts = 2 * 16 * 4, [PROMPTS[2], PROMPTS[4]]
     for most, eagerly in ((72, 0), (71, 1), (36, 1), (35, 2), (25, 2), (24, 3)):
         monkeypatch.setattr("services.attention.step.cuda_graphs.MAX_READ_BYTES", most * position_bytes)
-        engine = make_engine(capture=call_again, max_num_batched_tokens=8)
+        engine = make_engine(capture=record, max_num_batched_tokens=8)
         engine.prepare()
         assert tokens(engine, prompts) == [tiny.greedy(prompt, 9) for prompt in prompts]
         assert engine.stats().steps - engine.stats().graph_steps == eagerly, most
@@ -118,7 +119,7 @@ def test_a_prompt_reads_no_more_than_its_window(
     spec = replace(windowed.spec, layers=(LayerSpec(kind="moe"), *windowed.spec.layers[1:]))
     for most, eagerly in ((225, 0), (224, 1)):
         monkeypatch.setattr("services.attention.step.cuda_graphs.MAX_READ_BYTES", most * 2 * 16 * 4 / 3)
-        engine = make_engine(model=DenseModel(spec, windowed._weights), capture=call_again)
+        engine = make_engine(model=DenseModel(spec, windowed._weights), capture=record)
         engine.prepare()
         tokens(engine, [PROMPTS[2]])
         assert engine.stats().steps - engine.stats().graph_steps == eagerly
@@ -130,7 +131,7 @@ def test_what_suits_a_graph_is_split_only_where_the_policy_insists(
 ) -> None:
     """It would like to split every step. Of a prompt alone, which comes first, it cannot."""
     policy = OverlapPolicy(mode)
-    engine = make_engine(capture=call_again, overlap=policy)
+    engine = make_engine(capture=record, overlap=policy)
     engine.prepare()
     tokens(engine, PROMPTS[:1], 1)
     assert engine.stats().graph_steps == 1
@@ -145,7 +146,7 @@ def test_a_policy_that_splits_while_there_is_no_key_does_not_keep_graphs_away(
     tiny: Any, make_engine: MakeEngine
 ) -> None:
     link, policy = keyed(tiny), OverlapPolicy("auto")
-    engine = make_engine(link=link, capture=call_again, overlap=policy)
+    engine = make_engine(link=link, capture=record, overlap=policy)
     engine.prepare()
     policy.cut = lambda sequences: 1 if len(sequences) > 1 else None  # type: ignore[method-assign]
     policy.note = lambda *_, **__: None  # type: ignore[method-assign]
@@ -161,7 +162,7 @@ def test_a_policy_that_splits_while_there_is_no_key_does_not_keep_graphs_away(
 
 def test_scores_of_a_prompt(make_engine: MakeEngine) -> None:
     found = []
-    for capture in (None, call_again):
+    for capture in (None, record):
         engine = make_engine(capture=capture)
         engine.prepare()
         engine.add(request("r", [5, 9, 11, 2, 4], 2, prompt_logprobs=2))
@@ -176,7 +177,7 @@ def test_scores_of_a_prompt(make_engine: MakeEngine) -> None:
 
 def test_rows_of_nobody_are_counted_nowhere_and_touch_nothing(make_engine: MakeEngine) -> None:
     """Three sequences in a graph of four rows, after five in one of eight: the old rows' blocks are others' by now."""
-    eager, graphs = make_engine(), make_engine(capture=call_again)
+    eager, graphs = make_engine(), make_engine(capture=record)
     graphs.prepare()
     for prompts in (PROMPTS, PROMPTS[:3]):
         assert tokens(eager, prompts) == tokens(graphs, prompts)
@@ -192,7 +193,7 @@ def test_rows_of_nobody_are_counted_nowhere_and_touch_nothing(make_engine: MakeE
 def test_with_the_kernel_itself(tiny: Any, make_engine: MakeEngine) -> None:
     """In the interpreter, experts and router too."""
     sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 8, "kv_blocks": 16, "max_model_len": 32}
-    engine = make_engine(capture=call_again, **sizes)
+    engine = make_engine(capture=record, **sizes)
     with backend.forced("triton"):
         engine.prepare()
         assert tokens(engine, PROMPTS[:3], 3) == [tiny.greedy(prompt, 3) for prompt in PROMPTS[:3]]
@@ -201,7 +202,7 @@ def test_with_the_kernel_itself(tiny: Any, make_engine: MakeEngine) -> None:
 
 def test_a_window(tiny: Any, make_engine: MakeEngine, tmp_path: Path) -> None:
     windowed = with_window(tiny, tmp_path)
-    eager, graphs = (make_engine(model=windowed.dense(), capture=capture) for capture in (None, call_again))
+    eager, graphs = (make_engine(model=windowed.dense(), capture=capture) for capture in (None, record))
     graphs.prepare()
     found = tokens(graphs)
     assert found == tokens(eager)
@@ -211,7 +212,7 @@ def test_a_window(tiny: Any, make_engine: MakeEngine, tmp_path: Path) -> None:
 
 def test_a_new_key_is_captured_once_after_a_step_without(tiny: Any, make_engine: MakeEngine) -> None:
     link = keyed(tiny)
-    engine = make_engine(link=link, capture=call_again, max_num_batched_tokens=1)
+    engine = make_engine(link=link, capture=record, max_num_batched_tokens=1)
     engine.prepare()
     assert (link.captured, engine.stats().graphs) == (1, 1)
     for key, captured in (("two", 2), ("one", 2), ("two", 2), (None, 2)):
@@ -226,7 +227,7 @@ def test_a_new_key_is_captured_once_after_a_step_without(tiny: Any, make_engine:
 def test_links_without_a_key_have_no_graphs(make_engine: MakeEngine, tiny: Any) -> None:
     link = keyed(tiny)
     link.key = None
-    engine = make_engine(link=link, capture=call_again)
+    engine = make_engine(link=link, capture=record)
     engine.prepare()
     assert tokens(engine, PROMPTS[:1]) == [tiny.greedy(PROMPTS[0], 9)]
     assert (engine.stats().graphs, engine.stats().graph_steps) == (0, 0)
@@ -234,7 +235,7 @@ def test_links_without_a_key_have_no_graphs(make_engine: MakeEngine, tiny: Any) 
 
 def test_a_step_that_failed_replays_the_same_graph(tiny: Any, make_engine: MakeEngine) -> None:
     link = keyed(tiny)
-    engine = make_engine(link=link, capture=call_again)
+    engine = make_engine(link=link, capture=record)
     engine.prepare()
     captured = engine.stats().graphs
     link.failing = frozenset(range(100))
@@ -245,7 +246,7 @@ def test_a_step_that_failed_replays_the_same_graph(tiny: Any, make_engine: MakeE
 
 def test_larger_steps_than_any_graph_run_without(monkeypatch: pytest.MonkeyPatch, make_engine: MakeEngine) -> None:
     monkeypatch.setattr("services.attention.step.cuda_graphs.MAX_ROWS", 2)
-    engine = make_engine(capture=call_again)
+    engine = make_engine(capture=record)
     engine.prepare()
     assert engine.stats().graphs == 2
     tokens(engine)
@@ -253,7 +254,7 @@ def test_larger_steps_than_any_graph_run_without(monkeypatch: pytest.MonkeyPatch
 
 
 def test_what_a_replay_returned_is_kept(make_engine: MakeEngine) -> None:
-    engine = make_engine(capture=call_again)
+    engine = make_engine(capture=record)
     engine.prepare()
     seen = []
     replayed = engine._graphs.replayed  # type: ignore[union-attr]
@@ -304,7 +305,7 @@ def test_pocket_answers() -> None:
     """The recorded ones, by graph."""
     records = [json.loads(line) for line in (POCKET / "records/greedy.jsonl").read_text().splitlines()[:6]]
     parts = load(POCKET / "model", torch.device("cpu"), torch.float32)
-    engine = parts.engine(call_again, max_num_seqs=8, kv_blocks=64, max_model_len=128)
+    engine = parts.engine(record, max_num_seqs=8, max_num_batched_tokens=64, kv_blocks=64, max_model_len=128)
     engine.prepare()
     requests = [request(one["id"], one["prompt_ids"], 12, ignore_eos=False) for one in records]
     found = run(engine, requests)

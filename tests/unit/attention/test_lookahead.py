@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
-from testkit.gpu.decode_bench import call_again
+from testkit.gpu.recorded_graph import record
 from testkit.models.edited import WatchedEdits
 from torch import Tensor
 
@@ -50,12 +50,18 @@ def ask(
     )
 
 
+@torch.library.custom_op("expertmesh_tests::touchy", mutates_args=("ids",), schema="(Tensor(a!) ids) -> ()")
+def touchy_kernel(ids: Tensor) -> None:
+    """An operator, so that graphs hold it, too."""
+    if bool((ids == FATAL).any()):
+        raise RuntimeError("planted")
+
+
 class TouchyModel(DenseModel):
     """Cannot compute the token FATAL; NAN makes its row NaN."""
 
     def embed(self, token_ids_T: Tensor) -> Tensor:
-        if bool((token_ids_T == FATAL).any()):
-            raise RuntimeError("planted")
+        touchy_kernel(token_ids_T)
         return super().embed(token_ids_T)
 
 
@@ -182,7 +188,8 @@ def test_every_request_gets_the_same_events(
     plot = Plot(seed)
     expected = plot.play(engine_of(False, **options))
     assert plot.play(engine_of(True, **options)) == expected
-    assert plot.play(engine_of(True, capture=call_again, **options)) == expected
+    if budget == 4:  # of other sizes there are many graphs to record
+        assert plot.play(engine_of(True, capture=record, **options)) == expected
 
 
 def test_most_steps_of_a_batch_that_only_decodes_are_launched_ahead(engine_of: MakeEngine) -> None:
@@ -355,7 +362,8 @@ def test_logits_are_edited_by_all_tokens_before_the_draw(
     expected = witnesses.play(plot, engine_of(False, **options))
     link = Unsure(tiny.link(), seed) if unsure else tiny.link()
     assert witnesses.play(plot, engine_of(True, link=link, **options)) == expected
-    assert witnesses.play(plot, engine_of(True, capture=call_again, **options)) == expected
+    if budget == 4:
+        assert witnesses.play(plot, engine_of(True, capture=record, **options)) == expected
 
 
 def test_edits_were_watched_in_all_that_may_happen(
@@ -430,13 +438,9 @@ def test_experts_that_nobody_reaches_end_the_requests_and_no_others(
 def test_steps_that_are_replayed_are_followed_alone_or_all(
     tiny: Any, option: Lookahead, replayed: bool, ahead: int
 ) -> None:
-    def again(work: Callable[[], None]) -> Callable[[], None]:
-        work()
-        return work
-
     options = EngineOptions(block_size=4, kv_blocks=32, lookahead=option)
     engine: Engine[Any] = Engine(
-        model=tiny.dense(), link=tiny.link(), options=options, clock=lambda: 0, capture=again if replayed else None
+        model=tiny.dense(), link=tiny.link(), options=options, clock=lambda: 0, capture=record if replayed else None
     )
     engine.prepare()
     engine.add(ask("r", [3, 5, 7], max_tokens=9))

@@ -18,6 +18,7 @@ import msgspec
 import pytest
 import torch
 from testkit.fabric.tcp import CALM, SECRET, hello, seat_of, serve, table_of
+from testkit.gpu.recorded_graph import record
 from testkit.waiting import until
 from torch import Tensor
 
@@ -173,29 +174,35 @@ def test_rows_that_memory_has_room_for_need_no_lane() -> None:
         assert not link.peers.carries(seat, 1)
 
 
-def test_a_step_can_be_replayed_if_every_group_shares_memory() -> None:
-    """A capture reaches no seat and counts nothing, and has the key of the steps that are like it."""
-    seat = Seat(0)
-    with linked([seat]) as link:
-        x_TD, ids_TK = torch.ones(5, HIDDEN), torch.tensor([[1, 6]]).expand(5, SLOTS)
-        step(link, 5)
-        counted = link.expert_rows()
+def test_a_graph_serves_steps_of_its_key_whichever_seat_is_left() -> None:
+    seats = [Seat(0), Seat(1)]
+    with linked(seats) as link:
+        x_TD, y_TD = torch.zeros(5, HIDDEN), torch.zeros(5, HIDDEN)
+        ids_TK = torch.tensor([[1, 6]]).expand(5, SLOTS)
         with link.capture_context(5) as key:
-            for _ in range(2):
-                assert not link.combine(link.dispatch(0, x_TD, ids_TK, torch.ones(5, SLOTS))).any()
-        assert link.expert_rows() == counted
-        assert link.graph_key() is None
-        keys = []
-        for rows, known in ((5, True), (7, True), (5, False)):
-            link.begin_step(1, [rows] if known else ())
-            keys.append(link.graph_key())
-            assert link.finish_step()
-        assert keys == [key, key, None]
-        found, expected, tries = step(link, 5)
-        assert torch.equal(found, expected)
-        assert (tries, seat.server.counts.calls) == (1, 0)
+            graph = record(lambda: y_TD.copy_(link.combine(link.dispatch(0, x_TD, ids_TK, torch.ones(5, SLOTS)))))
         with link.capture_context(ROWS + 1) as beyond:
             assert beyond is None
+        assert link.graph_key() is None
+        used = set()
+        for rows, known in ((5, True), (7, True), (5, False)):
+            link.begin_step(1, [rows] if known else ())
+            assert link.graph_key() == (key if known else None)
+            if rows == 5 and known:
+                x_TD.fill_(3)
+                graph()
+                used |= link.shared().items()
+                assert torch.equal(y_TD, x_TD * (2 + 7))
+            assert link.finish_step()
+        ((_, first),) = used
+        seats[first].server.close()
+        until(lambda: link.shared_seats() == 1, "the seat is lost")
+        link.begin_step(2, [5])
+        x_TD.fill_(2)
+        graph()
+        assert link.finish_step()
+        assert (link.graph_key(), link.shared()) == (key, {0: 1 - first})
+        assert torch.equal(y_TD, x_TD * (2 + 7))
 
 
 def test_nothing_is_replayed_where_rows_go_over_tcp() -> None:
