@@ -217,6 +217,7 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     version: str
     metrics_url: str | None = None
     wire: int = OLDEST_WIRE
+    weights: str = ""
 
 
 SeatStatus = Literal["waiting", "loading", "ready", "leaving"]
@@ -247,6 +248,7 @@ class ExpertInfo(msgspec.Struct, frozen=True, kw_only=True):
     layers: tuple[int, ...] = ()
     max_experts: int | None = None
     pod: str | None = None
+    weights: str = ""
 
 
 class SeatLoad(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -330,6 +332,11 @@ class SeatRows(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 _encoder = msgspec.msgpack.Encoder()
 
 Message = GenerateRequest | InboxMessage | WorkerInfo | ExpertInfo | SeatReport | SeatRows | WorkerLoad | GatewayLoad
+
+
+def claim_of(info: WorkerInfo | ExpertInfo) -> str:
+    """Return what a worker claims a namespace for: its model and, where they are known, the hash of its weights."""
+    return f"{info.fingerprint}/{info.weights}" if info.weights else info.fingerprint
 
 
 def encode(message: Message | Sequence[ResultEvent]) -> bytes:

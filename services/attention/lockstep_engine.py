@@ -133,6 +133,7 @@ class LockstepRank:
             worker=worker,
             node=node_name(settings),
             fingerprint=self._spec.fingerprint,
+            weights=self._spec.weights,
             package=version("expertmesh"),
             dtype=str(self._dtype).removeprefix("torch."),
             exchange=", ".join(f"{name} {getattr(settings, name)}" for name in names),

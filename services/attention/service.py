@@ -187,6 +187,7 @@ class AttentionService:
             id=self._id,
             model=self._settings.model_name,
             fingerprint=built.served.spec.fingerprint,
+            weights=built.served.spec.weights,
             kv_tokens=built.served.capacity.kv_tokens,
             max_num_seqs=self._settings.max_num_seqs,
             max_model_len=built.served.capacity.max_model_len,

@@ -23,6 +23,7 @@ from services.metrics import ExpertMetrics
 from services.model.device import serving_dtype, torch_device
 from services.model.load_spec import load_spec
 from services.model.spec import ModelSpec
+from services.model.weights_sample import with_weights
 from services.queue.expert_side import ExpertQueue
 from services.queue.keys import Keys
 from services.queue.limits import QueueLimits
@@ -63,7 +64,7 @@ class ExpertsRole:
         assert settings.model is not None, "load_settings requires it of this role"
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
-        self._settings, self._spec = settings, load_spec(settings.model)
+        self._settings, self._spec = settings, with_weights(load_spec(settings.model), settings.model)
         if not self._spec.moe_layers:
             raise ConfigError(f"The model in {settings.model} has no experts.", hint="Serve it without expert workers.")
         self._metrics, self._colocated = ExpertMetrics(registry), colocated
@@ -124,6 +125,7 @@ def _info(settings: Settings, spec: ModelSpec, name: str, metrics_url: str) -> E
     return ExpertInfo(
         id=name,
         fingerprint=spec.fingerprint,
+        weights=spec.weights,
         num_experts=spec.num_experts,
         layers=tuple(spec.moe_layers),
         host=advertised(settings),

@@ -229,6 +229,7 @@ class Loader:
     def _hello(self, seat: int) -> Hello:
         return Hello(
             fingerprint=self._spec.fingerprint,
+            weights=self._spec.weights,
             worker=self._worker,
             hidden=self._spec.hidden_size,
             dtype=NAMES[self._dtype],

@@ -50,5 +50,7 @@ def _fingerprint(spec: ModelSpec, model_dir: Path) -> str:
             weights = [f"{file.name}:{file.stat().st_size}" for file in sorted(model_dir.glob("*.safetensors"))]
     except OSError as error:
         raise unreadable(model_dir, error) from error
-    content = json.dumps([dataclasses.asdict(spec), weights], sort_keys=True)
+    fields = dataclasses.asdict(spec)
+    del fields["weights"]  # the release before has no such field, and both have to find one fingerprint
+    content = json.dumps([fields, weights], sort_keys=True)
     return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()

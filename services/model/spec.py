@@ -56,8 +56,10 @@ class ModelSpec:
     """A supported checkpoint. Widths in elements; 0 where the model has no such part.
 
     ``eos_token_ids`` end a sequence unless the request says otherwise. ``fingerprint`` names config and weight files:
-    workers with equal fingerprints may serve one request one after the other. It is a hash of all other fields, so one
-    that nobody reads (``bos_token_id``) has to stay, or workers of two releases would refuse one another.
+    it is a hash of the fields before it, so one that nobody reads (``bos_token_id``) has to stay, or workers of two
+    releases would refuse one another. ``weights`` is a hash of some of the weights, which differs for fine-tunes of
+    equal names and sizes: :func:`services.model.weights_sample.with_weights` fills it in. Workers that agree in both
+    may serve one request one after the other; ``""`` (unknown, as in the release before) agrees with all.
     """
 
     family: str
@@ -85,6 +87,7 @@ class ModelSpec:
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     fingerprint: str = ""
+    weights: str = ""
 
     @property
     def num_layers(self) -> int:

@@ -70,7 +70,7 @@ _REQUESTS = _words(
     "worker: held: inbox:"
 )
 """A request's life, which gateways, schedulers and attention workers move on."""
-_MEMBERS = _words("model wires wire: unreadable")
+_MEMBERS = _words("model weights wires wire: unreadable")
 """What all members of a namespace agree in, and the messages that a member could not read."""
 _SEATS = _words("seats seat_numbers seat: seat_changes seats_version seats_gone")
 

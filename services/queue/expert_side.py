@@ -11,7 +11,7 @@ from typing import Any
 from redis.asyncio import Redis
 
 from services.errors import QueueUnavailable, UnreadableMessage
-from services.messages import ExpertInfo, SeatReport, SeatRows, encode
+from services.messages import ExpertInfo, SeatReport, SeatRows, claim_of, encode
 from services.queue.keys import Keys
 from services.queue.limits import QueueLimits
 from services.queue.quarantine import Quarantine
@@ -112,7 +112,7 @@ class ExpertQueue:
     async def _enter(self, member: _Member, report: SeatReport) -> None:
         """Joins; ``report`` and the member's assignment count where Redis does not know the seat."""
         info, assigned = member.info, member.assignment
-        seat = (info.id, milliseconds(member.lease_s), encode(info), info.fingerprint, member.number)
+        seat = (info.id, milliseconds(member.lease_s), encode(info), claim_of(info), member.number)
         holds = (assigned.digest, encode_group(assigned.group)) if assigned else ("", b"")
         member.number = int(await self._scripts.run("join_seat", *seat, report.status, encode(report), *holds))
 

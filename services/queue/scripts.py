@@ -174,9 +174,10 @@ def _typed(text: str) -> ExpertMeshError | None:
             hint="Upgrade by way of a release that reads some of both, or stop those members first.",
         )
     if kind == "FINGERPRINT":
-        served = text.split("FINGERPRINT", 1)[1].split()[0]
+        served, what = text.split("FINGERPRINT", 1)[1].split()[:2]
+        other = "other weights of an equal shape" if what == "weights" else "another model"
         return FingerprintMismatch(
-            f"Live members of this namespace serve another model (fingerprint {served}).",
+            f"Live members of this namespace serve {other} (fingerprint {served}).",
             hint="Stop them first, or choose another --namespace.",
         )
     return None

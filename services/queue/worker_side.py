@@ -20,6 +20,7 @@ from services.messages import (
     InboxMessage,
     TokenEvent,
     WorkerInfo,
+    claim_of,
     decode_inbox,
     encode,
 )
@@ -64,7 +65,7 @@ class WorkerQueue:
         an idle worker takes one larger request) and requests. Raises FingerprintMismatch where live members serve
         another model.
         """
-        registration = (info.id, milliseconds(lease_s), encode(info), info.fingerprint, credit_tokens, credit_requests)
+        registration = (info.id, milliseconds(lease_s), encode(info), claim_of(info), credit_tokens, credit_requests)
         await self._scripts.run("register", *registration)
         self._registrations[info.id] = registration
 

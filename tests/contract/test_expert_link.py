@@ -259,21 +259,25 @@ def test_result_does_not_depend_on_what_else_is_sent(open_link: OpenLink) -> Non
 
 @pytest.mark.parametrize("name", list(IMPLEMENTATIONS))
 def test_a_capture_reaches_nobody_and_serves_steps_of_its_key(name: str) -> None:
-    """Where there is no key a step needs the host, and is not replayed."""
+    """Where there is no key a step needs the host, is not replayed, and is not captured."""
     fixed = whole_rows(5, 0), torch.full((5, SLOTS), -1), torch.ones(5, SLOTS)  # no ids, as rows that fill a graph up
     y_TD = torch.full_like(fixed[0], torch.nan)
     with IMPLEMENTATIONS[name]({0: scaling_experts(SCALES)}) as opened:
         link: Any = getattr(opened, "link", opened)  # the one inside, where steps are made of what is dispatched
+        counting: list[Any] = getattr(link, "links", [link])  # of the ranks each counts what it dispatches
+
+        def rows() -> list[int]:
+            return [sum(counts) for counts in zip(*(part.expert_rows()[0] for part in counting), strict=True)]
 
         def exchange() -> None:
             y_TD.copy_(link.combine(link.dispatch(0, *fixed)))
 
-        rows = link.expert_rows if hasattr(link, "expert_rows") else dict
-        counted = rows()
         with link.capture_context(5) as key:
+            assert (key is not None) == name.startswith(("local", "shared"))
             graph = exchange if key is None else record(exchange)
         assert key is None or not y_TD.any()
-        assert rows() == counted
+        assert rows() == [0] * EXPERTS
+        sent = torch.zeros(EXPERTS, dtype=torch.int64)
         keys = []
         for step, known in ((1, [5]), (2, ()), (3, [5])):
             batch, finished = (whole_rows(5, step), *choice(5, SLOTS, step)), False
@@ -283,7 +287,8 @@ def test_a_capture_reaches_nobody_and_serves_steps_of_its_key(name: str) -> None
                 link.begin_step(step, known)
                 keys.append(link.graph_key())
                 (graph if keys[-1] == key else exchange)()
+                sent += torch.bincount(batch[1][batch[1] >= 0], minlength=EXPERTS)
                 finished = link.finish_step()
             assert_sum(IMPLEMENTATIONS[name], y_TD, batch, SCALES)
         assert {keys[0], keys[-1]} == {key}
-        assert (key is not None) == name.startswith(("local", "shared"))
+        assert rows() == sent.tolist()

@@ -180,7 +180,7 @@ async def test_workers_get_groups_load_them_and_are_listed_with_their_ports(floo
 
 
 async def test_counted_rows_travel_once_in_a_while_and_not_with_each_heartbeat(floor, monkeypatch):
-    monkeypatch.setattr("services.experts.worker.ROWS_S", 3600)
+    monkeypatch.setattr("services.experts.worker.ROWS_S", 3600.0)  # they are due again when the test says so
     async with stage_of(floor, groups=1) as stage:
         worker = stage.start("a")
         heartbeat, reported = worker._queue.heartbeat, []

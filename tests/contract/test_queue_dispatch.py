@@ -8,7 +8,8 @@ import pytest
 from msgspec import structs
 
 from services.errors import ErrorInfo, FingerprintMismatch, StaleLeader
-from services.messages import Assign, TokenEvent
+from services.messages import Assign, ExpertInfo, SeatReport, TokenEvent
+from services.queue.expert_side import ExpertQueue
 from services.queue.gateway_side import FIRST_ID
 from services.queue.scheduler_side import SchedulerQueue
 
@@ -167,6 +168,32 @@ async def test_an_unreadable_body_ends_its_request_only(bench):
     await bench.redis.hset(bench.keys.request("bad"), "body", b"\xc1")
     assert [request.id for request in await bench.claim()] == ["good"]
     assert bench.ends(await bench.events()) == [("bad", "internal_error")]
+
+
+async def test_other_weights_of_an_equal_shape_are_refused_while_members_live(bench):
+    """A gateway, and a worker of the release before, claim no weights and agree with any."""
+    experts, key = ExpertQueue(bench.redis, bench.keys, bench.limits), f"{bench.keys.prefix}weights"
+    seat = ExpertInfo(id="e", fingerprint="f", host="h", port=1, memory_bytes=1, pid=1, version="0", weights="tuned")
+
+    async def register(name, weights):
+        info = structs.replace(bench.worker_info(name), weights=weights)
+        await bench.worker.register(info, 60, credit_tokens=1, credit_requests=1)
+
+    await register("old", "")
+    await register("w", "base")
+    await bench.gateway.heartbeat(60, "f")
+    for refused in (register("w2", "tuned"), experts.join(seat, 60)):
+        with pytest.raises(FingerprintMismatch, match="other weights of an equal shape"):
+            await refused
+    await experts.join(structs.replace(seat, weights="base"), 60)
+    await bench.redis.set(key, "tuned")  # no member can have written that
+    await bench.worker.heartbeat("old", {})
+    assert await bench.redis.get(key) == b"tuned"
+    for beat in (bench.worker.heartbeat("w", {}), experts.heartbeat("e", SeatReport(status="waiting"))):
+        await bench.redis.set(key, "tuned")
+        await beat
+        assert await bench.redis.get(key) == b"base"
+    assert await bench.redis.pttl(key) > 0
 
 
 async def test_another_model_is_refused_while_members_live(bench):

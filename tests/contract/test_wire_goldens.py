@@ -130,6 +130,7 @@ def test_an_expert_worker_round_trips_and_keeps_its_bytes() -> None:
         "layers": [0, 3],
         "max_experts": None,
         "pod": None,
+        "weights": "",
     }
 
 

@@ -39,6 +39,7 @@ def test_empty() -> None:
     assert combine(OUT_SD[:, :0], PLACE_TK, None).shape == (2, 0)
 
 
+@pytest.mark.parametrize("path", ["torch"])  # before one is chosen
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

@@ -11,7 +11,7 @@ from testkit.models.moe_layers import random_layer
 
 from moe_kernels import ArgumentError, plan
 
-pytestmark = pytest.mark.usefixtures("path")
+pytestmark = [pytest.mark.usefixtures("path"), pytest.mark.parametrize("path", ["torch"])]  # before one is chosen
 
 LAYER = random_layer(5, hidden=16, width=8, experts=4, slots=2, biased=True)
 

@@ -1,4 +1,4 @@
-"""What has a backward pass, on tensors that lie unusually in memory: as on contiguous ones, or refused in words.
+"""What has a backward pass, on tensors that lie unusually in memory: as on contiguous ones, or refused as REFUSED says.
 
 Everything is compared with the same call on contiguous copies; that those are right is shown elsewhere.
 """
@@ -12,6 +12,7 @@ import pytest
 import torch
 from testkit.models.layouts import EXPANDED, rows_of_a_wider_one, transposed
 from testkit.models.pair_layouts import case, random_ids
+from testkit.models.pairwise import pairwise
 from testkit.models.tolerances import assert_close
 from torch import Tensor
 
@@ -28,7 +29,17 @@ IDS_TK = random_ids(7, 2, 3, absent=0.2)
 ORDER = plan(IDS_TK, 3, block_rows=16)
 IT = case(IDS_TK, inputs=8, outputs=6, experts=3, dtype=torch.float32)
 ODD = [transposed, rows_of_a_wider_one, *EXPANDED]
-each_layout = pytest.mark.parametrize("layout", ODD, ids=lambda layout: layout.__name__)
+PATHS = ["torch", "triton"]
+REFUSED = {"parallel_linear": {"x", "w"}, "sparse_mlp": {"x", "w_in", "w_out"}}
+"""Tensors that are refused in each of these layouts, by op. Everything else works in each layout."""
+grids: dict[str, list[tuple[Any, ...]]] = {}
+
+
+def grid(op: str, words: str, *axes: list[Any]) -> pytest.MarkDecorator:
+    """Parametrise by names of tensors, layouts, paths and ``axes``, so that every two of them meet."""
+    rows = pairwise(ODD, PATHS, *axes)
+    grids.setdefault(op, []).extend(rows)
+    return pytest.mark.parametrize(f"layout, path, {words}", rows)
 
 
 def normal(*shape: int) -> Tensor:
@@ -45,23 +56,19 @@ def outcome(run: Run, given: Tensors) -> list[Tensor]:
     return [y.detach(), *torch.autograd.grad(y, wanted, leaves["dy"])]
 
 
-def assert_as_contiguous(run: Run, given: Tensors, name: str, layout: Callable[[Tensor], Tensor], *may: str) -> None:
-    """``may``: the names of tensors that the op is free to refuse."""
+def assert_as_contiguous(run: Run, given: Tensors, name: str, layout: Callable[[Tensor], Tensor], op: str = "") -> None:
     odd = layout(given[name])
     want = outcome(run, {**given, name: odd.clone(memory_format=torch.contiguous_format)})
-    try:
-        actual = outcome(run, {**given, name: odd})
-    except ArgumentError as refused:
-        if name not in may or "contiguous" not in str(refused):
-            raise
+    if name in REFUSED.get(op, ()):
+        with pytest.raises(ArgumentError, match=f"{name} .*must be contiguous"):
+            outcome(run, {**given, name: odd})
         return
+    actual = outcome(run, {**given, name: odd})
     for one, other in zip(actual, want, strict=True):
         assert_close(one, other)
 
 
-@each_layout
-@pytest.mark.parametrize("name", ["x", "w", "gates", "bias", "dy"])
-@pytest.mark.parametrize("rows", ["token", "pair", "grouped"])
+@grid("parallel_linear", "name, rows", ["x", "w", "gates", "bias", "dy"], ["token", "pair", "grouped"])
 def test_parallel_linear(rows: str, name: str, layout: Any) -> None:
     given = {"x": IT.stored(rows), "w": IT.w_EOI, "bias": IT.bias_EO, "gates": IT.gates_TK, "dy": normal(7, 6)}
 
@@ -71,23 +78,20 @@ def test_parallel_linear(rows: str, name: str, layout: Any) -> None:
             t["x"], t["w"], ORDER, gates=t["gates"], grouped_in=grouped, bias_EO=t["bias"], fan_out=fan_out
         )
 
-    assert_as_contiguous(run, given, name, layout, "x", "w")
+    assert_as_contiguous(run, given, name, layout, "parallel_linear")
 
 
-@each_layout
-@pytest.mark.parametrize("name", ["x", "w", "bias", "dy"])
-@pytest.mark.parametrize("grouped_out", [False, True])
+@grid("parallel_linear", "name, grouped_out", ["x", "w", "bias", "dy"], [False, True])
 def test_parallel_linear_without_gates(grouped_out: bool, name: str, layout: Any) -> None:
     given = {"x": IT.x_TI, "w": IT.w_EOI, "bias": IT.bias_EO, "dy": normal(14, 6)}
 
     def run(t: Tensors) -> Tensor:
         return parallel_linear(t["x"], t["w"], ORDER, bias_EO=t["bias"], grouped_out=grouped_out)
 
-    assert_as_contiguous(run, given, name, layout, "x", "w")
+    assert_as_contiguous(run, given, name, layout, "parallel_linear")
 
 
-@each_layout
-@pytest.mark.parametrize("name", ["x", "w_in", "w_out", "gates", "bias_in", "bias_out", "dy"])
+@grid("sparse_mlp", "name", ["x", "w_in", "w_out", "gates", "bias_in", "bias_out", "dy"])
 def test_sparse_mlp(name: str, layout: Any) -> None:
     given = {
         "x": normal(7, 8), "w_in": normal(3, 12, 8), "w_out": normal(3, 8, 6), "gates": normal(7, 2),
@@ -98,15 +102,14 @@ def test_sparse_mlp(name: str, layout: Any) -> None:
         biases = {"bias_in": t["bias_in"], "bias_out": t["bias_out"]}
         return sparse_mlp(t["x"], t["w_in"], t["w_out"], ORDER, t["gates"], activation="swiglu", **biases)
 
-    assert_as_contiguous(run, given, name, layout, "x", "w_in", "w_out")
+    assert_as_contiguous(run, given, name, layout, "sparse_mlp")
     del given["dy"]
     if name in given:
         with torch.no_grad():
-            assert_as_contiguous(run, given, name, layout, "x", "w_in", "w_out")
+            assert_as_contiguous(run, given, name, layout, "sparse_mlp")
 
 
-@each_layout
-@pytest.mark.parametrize("name", ["x", "logits", "ids", "gates", "dy", "bias_in", "bias_out"])
+@grid("SparseMLP", "name", ["x", "logits", "ids", "gates", "dy", "bias_in", "bias_out"])
 def test_module(name: str, layout: Any) -> None:
     torch.manual_seed(0)
     module = SparseMLP(8, 6, experts=3, top_k=2, activation="swiglu", bias=True)
@@ -121,8 +124,7 @@ def test_module(name: str, layout: Any) -> None:
     assert_as_contiguous(run, given, name, layout)
 
 
-@each_layout
-@pytest.mark.parametrize("name", ["x", "gates", "positions"])
+@grid("MixtureOfAttention", "name", ["x", "gates", "positions"])
 def test_attention(name: str, layout: Any) -> None:
     torch.manual_seed(0)
     module = MixtureOfAttention(8, 4, heads=2, experts=3, top_k=2)
@@ -135,8 +137,7 @@ def test_attention(name: str, layout: Any) -> None:
     assert_as_contiguous(run, given, name, layout)
 
 
-@each_layout
-@pytest.mark.parametrize("name", ["out", "place", "weights"])
+@grid("combine", "name", ["out", "place", "weights"])
 def test_combine(name: str, layout: Any) -> None:
     given = {"out": normal(14, 6), "place": ORDER.place_S.view(7, 2), "weights": normal(7, 2)}
     with torch.no_grad():
@@ -168,9 +169,15 @@ PAIR_OPS: dict[str, tuple[Run, Tensors]] = {
 }
 
 
-@each_layout
-@pytest.mark.parametrize(("op", "name"), [(op, name) for op, (_, given) in PAIR_OPS.items() for name in given])
-def test_what_they_are_made_of(op: str, name: str, layout: Any) -> None:
+@grid("parts", "op_and_name", [(op, name) for op, (_, given) in PAIR_OPS.items() for name in given])
+def test_what_they_are_made_of(op_and_name: tuple[str, str], layout: Any) -> None:
+    op, name = op_and_name
     run, given = PAIR_OPS[op]
     with torch.no_grad():
         assert_as_contiguous(run, given, name, layout)
+
+
+@pytest.mark.parametrize("path", ["torch"])
+def test_the_grids_hold_so_many_refusals() -> None:
+    refused = {op: sum(name in REFUSED[op] for _, _, name, *_ in grids[op]) for op in REFUSED}
+    assert (sum(map(len, grids.values())), refused) == (152, {"parallel_linear": 16, "sparse_mlp": 12})

@@ -27,7 +27,7 @@ from moe_kernels import (
     sparse_mlp,
 )
 
-pytestmark = pytest.mark.usefixtures("path")
+pytestmark = [pytest.mark.usefixtures("path"), pytest.mark.parametrize("path", ["torch"])]  # before one is chosen
 LAYER = random_layer(5, hidden=16, width=8, experts=4, slots=2, activation="gelu", biased=True)
 ORDER = plan(LAYER.ids_TK, 4, block_rows=16)
 W_EOI = torch.randn(2, 3, 128, generator=torch.Generator().manual_seed(0))

@@ -29,6 +29,7 @@ from services.model.load_spec import load_spec
 from services.model.progress import Progress, loading_progress
 from services.model.spec import ModelSpec
 from services.model.weights import load_dense, load_experts
+from services.model.weights_sample import with_weights
 
 EngineT = TypeVar("EngineT", bound=SteppedEngine)
 
@@ -98,7 +99,7 @@ def build(settings: Settings, clock: Callable[[], int], *, worker: str, colocate
 
 
 def served_model(settings: Settings, *, rank: int | None = None) -> ServedModel:
-    """Decide what is computed here, and where. Reads no weights.
+    """Decide what is computed here, and where. Reads no more than a sample of the weights.
 
     Args:
         rank: number among attention workers that each take one GPU, see :func:`services.model.device.torch_device`.
@@ -110,7 +111,7 @@ def served_model(settings: Settings, *, rank: int | None = None) -> ServedModel:
     assert settings.model is not None, "load_settings requires it of this role"
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
-    spec = load_spec(settings.model)
+    spec = with_weights(load_spec(settings.model), settings.model)
     device = torch_device(settings.device, rank=rank)
     log.info("attention is computed on %s", device)
     dtype = serving_dtype(settings.dtype, spec)

@@ -104,6 +104,7 @@ def _tcp_link(
     facts = Facts(
         hello=Hello(
             fingerprint=spec.fingerprint,
+            weights=spec.weights,
             worker=worker,
             hidden=spec.hidden_size,
             dtype=NAMES[dtype],

@@ -55,6 +55,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     exchange: str
     wire: int = WIRE
+    weights: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -220,6 +221,11 @@ def _compare(rank: int, other: Facts, mine: Facts) -> None:
                 f"Rank {rank} differs in its {name}: {getattr(other, name)} there, {getattr(mine, name)} here.",
                 hint=_ALIKE,
             )
+    if other.weights != mine.weights:
+        raise FingerprintMismatch(
+            f"Rank {rank} serves other weights of an equal shape: {other.weights} there, {mine.weights} here.",
+            hint="Give all ranks the same --model.",
+        )
 
 
 def _facts_of(rank: int, data: bytes) -> Facts:

@@ -66,6 +66,7 @@ class Hello(Message, frozen=True, kw_only=True):
     device: str = ""
     oldest: int = 1
     newest: int = 1
+    weights: str = ""
 
     @property
     def versions(self) -> Versions:
@@ -222,6 +223,12 @@ def _check_model(mine: Hello, theirs: Hello, name: str) -> None:
     if theirs.fingerprint != mine.fingerprint:
         raise FingerprintMismatch(
             f"{name} (worker {theirs.worker!r}) serves the model {theirs.fingerprint!r}, not {mine.fingerprint!r}.",
+            hint="Start attention and expert workers from the same model folder.",
+        )
+    if mine.weights and theirs.weights and theirs.weights != mine.weights:
+        raise FingerprintMismatch(
+            f"{name} (worker {theirs.worker!r}) serves other weights of an equal shape: {theirs.weights!r} there, "
+            f"{mine.weights!r} here.",
             hint="Start attention and expert workers from the same model folder.",
         )
     if (theirs.hidden, theirs.dtype) != (mine.hidden, mine.dtype):

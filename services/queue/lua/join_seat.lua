@@ -1,6 +1,6 @@
 --@use base member seat reclaim
 -- Gives an expert worker its seat under a lease, or renews all that is known of it.
--- ARGV: limits, worker, lease ms, info, model fingerprint, number that it had before Redis forgot it (0: none), status,
+-- ARGV: limits, worker, lease ms, info, claim of the model, number that it had before Redis forgot it (0: none), status,
 -- report, digest of the group that it was assigned ('': none), the group; the last four count where the seat is new
 -- Returns the number of the seat, or the error FINGERPRINT, having changed nothing.
 -- Guarantees: a worker that has a seat keeps it; a number goes to one worker only. A seat that Redis forgot is back

@@ -46,14 +46,21 @@ local function claim_wire(lease_ms, good_until)
   redis.call('SET', P .. 'wire:' .. mine, C.release, 'PX', 2 * lease_ms)
 end
 
--- Claims the model, too; an error reply where live members serve another one than fingerprint ('' claims none).
-local function claim_model(fingerprint, lease_ms, good_until)
+-- Claims the model, too; an error reply where live members serve another one. claim is its fingerprint ('' claims
+-- none); that of a worker which knows the hash of its weights goes on with a slash and that hash. The key weights holds
+-- it: members that claim a fingerprint alone, as gateways and the release before do, agree with any.
+local function claim_model(claim, lease_ms, good_until)
   local mismatch = claim_wire(lease_ms, good_until)
-  if mismatch or fingerprint == '' then return mismatch end
-  local served = value_of(P .. 'model')
-  if served and served ~= fingerprint and good_until <= NOW then return disagreement('FINGERPRINT', served) end
-  if served and served ~= fingerprint then note('model') end
-  redis.call('SET', P .. 'model', fingerprint, 'PX', 2 * lease_ms)
+  if mismatch or claim == '' then return mismatch end
+  local mine = {}
+  mine.model, mine.weights = string.match(claim, '^([^/]*)/?(.*)$')
+  if mine.weights == '' then mine.weights = nil end
+  for _, key in ipairs({ 'model', 'weights' }) do
+    local served = mine[key] and value_of(P .. key)
+    if served and served ~= mine[key] and good_until <= NOW then return disagreement('FINGERPRINT', served, key) end
+    if served and served ~= mine[key] then note(key) end
+  end
+  for key, value in pairs(mine) do redis.call('SET', P .. key, value, 'PX', 2 * lease_ms) end
 end
 
 -- When the claim of a member's last heartbeat expires: two leases after it; 0 for one that has no lease.

@@ -1,6 +1,6 @@
 --@use base member
 -- Enters a worker into the registry, or renews all that is known of it.
--- ARGV: limits, worker, lease ms, info, model fingerprint, credit tokens, credit requests
+-- ARGV: limits, worker, lease ms, info, claim of the model, credit tokens, credit requests
 -- Returns OK, or the error FINGERPRINT, having changed nothing.
 local worker, lease_ms = P .. 'worker:' .. ARGV[2], tonumber(ARGV[3])
 local v = redis.call('HMGET', worker, 'lease_ms', 'fingerprint')

@@ -34,9 +34,10 @@ FAST = Timing(handshake_s=2.0, alive_s=0.1, silence_s=1.0)
 Compute = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
-def hello(hidden: int = 4, dtype: str = "float32", *, seat: int = -1, fingerprint: str = "model") -> Hello:
+def hello(hidden: int = 4, dtype: str = "float32", *, seat: int = -1, **facts: str) -> Hello:
     worker = f"experts-{seat}" if seat >= 0 else "attention-0"
-    return Hello(fingerprint=fingerprint, worker=worker, hidden=hidden, dtype=dtype, seat=seat, package="0")
+    named = {"fingerprint": "model", "package": "0"} | facts
+    return Hello(worker=worker, hidden=hidden, dtype=dtype, seat=seat, **named)
 
 
 def double(_layer: int, x_TD: Tensor, _ids_TK: Tensor, weights_TK: Tensor) -> Tensor:

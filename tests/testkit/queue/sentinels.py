@@ -66,9 +66,24 @@ class Watched:
             while _behind(client.info("replication")):
                 assert time.monotonic() < deadline, "the replica does not catch up"
                 time.sleep(0.05)
+        self.lose_primary()
+        self._judge_after(_DOWN_AFTER_MS)
+
+    def cut_replica(self) -> None:
+        """From now on the replica gets no more writes, while the primary goes on to acknowledge them."""
+        with redis.Redis(port=self.replica, password=PASSWORD) as replica:
+            replica.config_set("masterauth", "wrong")
+            with redis.Redis(port=self.primary, password=PASSWORD) as primary:
+                primary.client_kill_filter(_type="replica")
+            deadline = time.monotonic() + 30
+            while replica.info("replication")["master_link_status"] == "up":
+                assert time.monotonic() < deadline, "the replica keeps its link"
+                time.sleep(0.02)
+
+    def lose_primary(self) -> None:
+        """Kill -9, whatever the replica has."""
         self._processes[0].kill()
         self._processes[0].wait()
-        self._judge_after(_DOWN_AFTER_MS)
 
     def _judge_after(self, milliseconds: int) -> None:
         """So long the Sentinel waits for an answer until it calls a server down."""

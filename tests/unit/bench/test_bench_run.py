@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import csv
 import xml.etree.ElementTree as ET
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from bench import plot, render, results, run
 from bench.bank import Bank
@@ -275,6 +277,20 @@ def test_kernels_can_be_compiled_ahead_in_other_processes(tmp_path: Path) -> Non
     assert [record["error"] for record in results.read(tmp_path / "r.csv")] == [""] * 4
 
 
-def test_a_task_that_fails_while_compiling_is_left_to_the_measurement() -> None:
-    task = Task(op="fused_moe", shape=find("tiny"), rows=1, dtype="fp32", provider="vllm", device="cpu")
-    run_once([task, replace(task, provider="ours")])
+def test_a_task_that_fails_while_compiling_is_left_to_the_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    called = []
+
+    def provider(name: str) -> Callable[[Case], Callable[[int], Tensor]]:
+        def call(_: int) -> Tensor:
+            called.append(name)
+            if name == "fails":
+                raise RuntimeError("it does not compile")
+            return torch.zeros(1)
+
+        return lambda _: call
+
+    for name in ("fails", "works"):
+        monkeypatch.setitem(PROVIDERS, name, provider(name))
+    task = Task(op="fused_moe", shape=find("tiny"), rows=1, dtype="fp32", provider="fails", device="cpu")
+    run_once([task, replace(task, provider="works")])
+    assert called == ["fails", "works"]

@@ -101,10 +101,12 @@ def test_old_rope_scaling_keeps_theta_outside(tmp_path: Path) -> None:
 
 def test_fingerprint_follows_config_and_weights(tmp_path: Path) -> None:
     first = spec_of(tmp_path, QWEN3).fingerprint
+    assert first == "05521ef50bd648376885248ced21d7ea", "members of the release before claim the same"
     assert first == spec_of(tmp_path, QWEN3, {"initializer_range": 0.5, "use_cache": False}).fingerprint
     assert first != spec_of(tmp_path, QWEN3, {"norm_topk_prob": True}).fingerprint
     (tmp_path / "model.safetensors").write_bytes(b"0123")
     second = spec_of(tmp_path, QWEN3).fingerprint
+    assert second == "08337b04c72359cb0a7b8d52de0eeb5f"
     (tmp_path / "model.safetensors").write_bytes(b"01234")
     third = spec_of(tmp_path, QWEN3).fingerprint
     assert len({first, second, third}) == 3

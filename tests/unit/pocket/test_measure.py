@@ -39,12 +39,10 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def record(work: Path) -> dict[str, dict[str, dict[str, float]]]:
     options = ["--model", str(work / "moe"), "--dense", str(work / "dense"), "--work", str(work)]
-    # So short a training need not bear out what is claimed of the real one; both outcomes are recorded.
-    assert script("evaluate").main([*options, "--out", str(work / "records"), "--length", "64", "--device", "cpu"]) in (
-        0,
-        3,
-    )
-    return load_json(work / "records/perplexity.json")
+    status = script("evaluate").main([*options, "--out", str(work / "records"), "--length", "64", "--device", "cpu"])
+    found = load_json(work / "records/perplexity.json")
+    assert status == (3 if failures(found) else 0), "so short a training need not bear out what is claimed"
+    return found
 
 
 def test_every_form_is_measured_on_every_domain(work: Path, record: dict[str, dict[str, dict[str, float]]]) -> None:

@@ -39,7 +39,7 @@ async def calls_a_second(deployment: Deployment) -> float:
 
 
 @pytest.mark.parametrize("lease_s", [0.1, 1.0, 6.0, 3600.0])
-def test_a_killed_leader_is_succeeded_within_three_seconds_or_a_lease(lease_s: float) -> None:
+def test_intervals_leave_a_killed_leader_three_seconds_or_a_lease(lease_s: float) -> None:
     intervals = Intervals.of(lease_s)
     assert intervals.lock_ttl + intervals.poll <= min(lease_s, 3.0)
     assert intervals.renew + intervals.tick < intervals.lock_ttl
@@ -129,7 +129,9 @@ async def test_of_two_schedulers_one_leads_and_a_resignation_is_succeeded_at_onc
         assert not leads(leader)
 
 
-async def test_a_standby_takes_over_from_a_killed_leader_and_nothing_is_lost(server: RedisServer) -> None:
+async def test_a_standby_takes_over_from_a_killed_leader_and_nothing_is_lost(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with Deployment(server.url) as deployment:
         leader = deployment.scheduler()
         await eventually(lambda: leads(leader))
@@ -138,8 +140,21 @@ async def test_a_standby_takes_over_from_a_killed_leader_and_nothing_is_lost(ser
         client = await deployment.client()
         streams = await client.submit(*PROMPTS, max_tokens=20)
         await streams[0].first_token.wait()
+        intervals, redis = Intervals.of(deployment.lease_s), deployment.connection()
+        campaigns, campaign = [], SchedulerQueue.campaign
+
+        async def watched(queue, token, ttl_s):
+            left_ms = await redis.pttl(KEYS.leader)
+            campaigns.append((left_ms, ttl_s, await campaign(queue, token, ttl_s)))
+            return campaigns[-1][2]
+
+        monkeypatch.setattr(SchedulerQueue, "campaign", watched)
         await leader.kill()
+        assert await redis.pttl(KEYS.leader) <= intervals.lock_ttl * 1000, "it ends in the time that intervals say"
         await eventually(lambda: leads(standby))
+        *refused, (_, ttl_s, won) = campaigns
+        assert all(left_ms > 0 for left_ms, _, _ in refused), "the first one after the lock's end takes it"
+        assert (ttl_s, won is not None) == (intervals.lock_ttl, True)
         await finish(streams)
         check(streams, 20)
         assert not any(stream.lost or stream.doubled for stream in streams)

@@ -16,7 +16,7 @@ from testkit.processes.servers import free_port
 from testkit.waiting import until
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from services.errors import ConfigError, PortInUse, ProtocolMismatch, SecretMismatch
+from services.errors import ConfigError, FingerprintMismatch, PortInUse, ProtocolMismatch, SecretMismatch
 from services.fabric.faults import Faults
 from services.fabric.lockstep import store_proxy as lockstep_gate
 from services.fabric.lockstep.rendezvous import Facts, Meeting, _compare, _store, join
@@ -67,12 +67,14 @@ def test_a_rank_with_another_secret_does_not_wait_for_ever() -> None:
     found.proxy.close()
 
 
-def test_ranks_whose_wires_differ_part_by_name() -> None:
+def test_ranks_whose_wires_or_weights_differ_part_by_name() -> None:
     """What they would send each other has no version but this."""
     mine = Facts(worker="w", node="n", fingerprint="f", package="p", dtype="d", exchange="e")
     _compare(1, replace_facts(mine, worker="v", node="m"), mine)
     with pytest.raises(ConfigError, match="Rank 1 differs in its wire: 2 there, 1 here"):
         _compare(1, replace_facts(mine, wire=2), mine)
+    with pytest.raises(FingerprintMismatch, match="Rank 1 serves other weights"):
+        _compare(1, replace_facts(mine, weights="tuned"), mine)
 
 
 def test_a_rank_of_a_release_without_a_version_in_common_does_not_wait_for_ever(

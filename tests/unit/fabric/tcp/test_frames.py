@@ -190,14 +190,21 @@ def refused(mine: tcp_handshake.Hello, mine_secret: bytes, theirs: tcp_handshake
     [
         (b"guess", hello(seat=0), SecretMismatch),
         (SECRET, hello(seat=0, fingerprint="another"), FingerprintMismatch),
+        (SECRET, hello(seat=0, weights="tuned"), FingerprintMismatch),
         (SECRET, hello(8, seat=0), ProtocolMismatch),
         (SECRET, hello(4, "bfloat16", seat=0), ProtocolMismatch),
     ],
 )
 def test_both_sides_say_why_they_part(secret: bytes, theirs: tcp_handshake.Hello, error: type[Exception]) -> None:
-    attention, experts = refused(hello(), secret, theirs)
+    attention, experts = refused(hello(weights="base"), secret, theirs)
     assert type(attention) is error
     assert type(experts) is error
+
+
+@pytest.mark.parametrize(("mine", "theirs"), [("base", ""), ("", "base"), ("base", "base")])
+def test_weights_that_one_side_does_not_know_part_nobody(mine: str, theirs: str) -> None:
+    """The release before sends no hash of its weights."""
+    tcp_handshake._check_model(hello(weights=mine), hello(seat=0, weights=theirs), "experts-0")
 
 
 def test_another_version_is_refused_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
