@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,22 +55,32 @@ class _Chunk(msgspec.Struct):
 _chunk_decoder = msgspec.json.Decoder(_Chunk)
 
 
-async def stream_completion(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> StreamResult:
-    """POST ``body``, for one choice, to ``url``/v1/completions as a stream with usage and follow it to its end."""
+async def stream_completion(
+    session: aiohttp.ClientSession,
+    url: str,
+    body: dict[str, Any],
+    *,
+    headers: Mapping[str, str] | None = None,
+    on_progress: Callable[[StreamResult], None] = lambda _result: None,
+) -> StreamResult:
+    """POST ``body``, for one choice, to ``url``/v1/completions as a stream with usage and follow it to its end.
+    ``on_progress`` gets what came so far when a stream begins and after each read."""
     payload = body | {"stream": True, "stream_options": {"include_usage": True}}
     result = StreamResult(started=time.perf_counter())
-    async with session.post(f"{url}/v1/completions", json=payload) as response:
+    async with session.post(f"{url}/v1/completions", json=payload, headers=headers) as response:
         result.status = response.status
         if response.status != 200:
             result.error = (await response.text())[:500]
             after = response.headers.get("Retry-After", "")
             result.retry_after = float(after) if after.isdecimal() else None
             return result
+        on_progress(result)
         pending = b""
         async for data in response.content.iter_any():
             *events, pending = (pending + data).split(b"\n\n")
             for event in events:
                 _read_event(event, result)
+            on_progress(result)
     result.ended = time.perf_counter()
     return result
 

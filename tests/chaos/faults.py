@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal
 
+from testkit.processes.cable import Cable
 from testkit.processes.cluster import Cluster
 
-from chaos.plan import CUT_S, DELAY_S, DELAYED_FOR_S, LEADER, Event
+from chaos.history import History
+from chaos.plan import CUT_S, DELAY_S, IMPAIRED_S, LEADER, LOST_SHARE, STOPPED_LEASES, Event
 
 _LOOK_S = 0.1
 
@@ -41,6 +47,7 @@ class Faults:
     cluster: Cluster
     log: Callable[[str], None]
     backoff_s: float = 0.5
+    history: History | None = None
     done: list[Done] = field(default_factory=list)
     exits: list[Exit] = field(default_factory=list)
     _asked: set[int] = field(default_factory=set)
@@ -55,12 +62,14 @@ class Faults:
         target = await self._target(event)
         began = time.perf_counter()
         self.log(f"{event.kind} {target}")
-        if event.kind == "cut":
-            await self._cut(target)
-        elif event.kind == "delay":
-            await self._delay(target)
-        else:
+        self._record("fault", event, target)
+        if (process_fault := event.kind.partition(" ")[0]) == "stop":
+            await self._stop(target)
+        elif process_fault in ("kill", "leave"):
             await asyncio.to_thread(self._end, event, target)
+        else:
+            await self._impair(event, target)
+        self._record("over", event, target)
         self.done.append(Done(event=event, target=target, began=began, ended=time.perf_counter()))
 
     async def restart(self) -> None:
@@ -85,23 +94,29 @@ class Faults:
         self._asked.add(proc.pid)
         (self.cluster.terminate if event.kind == "leave experts" else self.cluster.kill9)(target)
 
-    async def _cut(self, target: str) -> None:
-        cable = self.cluster.members[target].cable
-        assert cable is not None, "the plan has cuts only where there are cables"
-        await asyncio.to_thread(cable.cut)
+    async def _stop(self, target: str) -> None:
+        """For longer than a lease."""
+        proc = self.cluster.members[target].proc
+        assert proc is not None
+        os.kill(proc.pid, signal.SIGSTOP)
         try:
-            await asyncio.sleep(CUT_S)
+            await asyncio.sleep(STOPPED_LEASES * self.cluster.shape.lease_s)
         finally:
-            cable.mend()
+            os.kill(proc.pid, signal.SIGCONT)
 
-    async def _delay(self, target: str) -> None:
+    async def _impair(self, event: Event, target: str) -> None:
         cable = self.cluster.members[target].cable
-        assert cable is not None, "the plan has delays only where there are cables"
-        await asyncio.to_thread(cable.delay, DELAY_S)
+        assert cable is not None, "the plan has these kinds only where there are cables"
+        begin, end, seconds = _impairment(cable, event)
+        await asyncio.to_thread(begin)
         try:
-            await asyncio.sleep(DELAYED_FOR_S)
+            await asyncio.sleep(seconds)
         finally:
-            cable.delay(0)
+            end()
+
+    def _record(self, what: Literal["fault", "over"], event: Event, target: str) -> None:
+        if self.history is not None:
+            self.history.add(what, key=event.kind, target=target)
 
     def _note(self, name: str) -> None:
         proc = self.cluster.members[name].proc
@@ -110,3 +125,16 @@ class Faults:
             code = proc.popen.wait()
             self.exits.append(Exit(name=name, code=code, at=time.perf_counter(), tail=proc.log()[-1500:]))
             self.log(f"{name} ended by itself with {code}")
+
+
+def _impairment(cable: Cable, event: Event) -> tuple[Callable[[], None], Callable[[], None], float]:
+    """What begins it, what ends it, and how long it lasts in s."""
+    silence, delay, lose = cable.silence, cable.delay, cable.lose
+    made: dict[str, tuple[Callable[[], None], Callable[[], None], float]] = {
+        "cut": (cable.cut, cable.mend, CUT_S),
+        "cut to": (partial(silence, "in"), partial(silence, None), CUT_S),
+        "cut from": (partial(silence, "out"), partial(silence, None), CUT_S),
+        "delay": (partial(delay, DELAY_S), partial(delay, 0.0), IMPAIRED_S),
+        "lose": (partial(lose, LOST_SHARE), partial(lose, 0.0), IMPAIRED_S),
+    }
+    return made[event.kind]

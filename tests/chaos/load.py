@@ -15,8 +15,8 @@ from testkit.pocket.answers import END
 
 from loadgen.client import StreamResult, stream_completion
 
-_TRY_AGAIN = (429, 503)
-_PAUSE_S, _STREAM_S = 0.2, 300.0
+TRY_AGAIN = (429, 503)
+PAUSE_S, STREAM_S = 0.2, 300.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,10 +72,12 @@ def judge(job: Job, result: StreamResult, text: str | None) -> str | None:
 
 @dataclass(kw_only=True, slots=True)
 class Load:
-    """``streams`` clients at once, each with one request after the other."""
+    """``streams`` clients at once, each with one request after the other. ``silence_s``: they wait no longer for the
+    next byte."""
 
     url: str
     streams: int
+    silence_s: float | None = None
     texts: dict[Job, str] = field(default_factory=dict)
     outcomes: list[Outcome] = field(default_factory=list)
     in_flight: int = 0
@@ -94,7 +96,8 @@ class Load:
 
     async def _clients(self, draw: Callable[[], Job | None]) -> list[Outcome]:
         self.outcomes = []
-        connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=_STREAM_S)
+        connector = aiohttp.TCPConnector(limit=0)
+        timeout = aiohttp.ClientTimeout(total=STREAM_S, sock_connect=self.silence_s, sock_read=self.silence_s)
         async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
             await asyncio.gather(*(self._client(session, draw) for _ in range(self.streams)))
         return self.outcomes
@@ -116,10 +119,10 @@ class Load:
                 result = await stream_completion(session, self.url, job.body)
             except (aiohttp.ClientError, TimeoutError) as error:
                 result.error = f"{type(error).__name__}: {error}"
-            if result.status not in _TRY_AGAIN or refused > _STREAM_S / _PAUSE_S:
+            if result.status not in TRY_AGAIN or refused > STREAM_S / PAUSE_S:
                 return Outcome(job=job, result=result, refused=refused)
             refused += 1
-            await asyncio.sleep(_PAUSE_S)
+            await asyncio.sleep(PAUSE_S)
 
 
 def _without_end(ids: Sequence[int]) -> tuple[int, ...]:

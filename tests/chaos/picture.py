@@ -15,9 +15,19 @@ _KINDS: Final[Mapping[str, tuple[str, str]]] = {
     "kill experts": ("a", "kill -9, expert worker"),
     "kill attention": ("a", "kill -9, attention worker"),
     "kill leader": ("a", "kill -9, leading scheduler"),
+    "kill gateway": ("a", "kill -9, gateway"),
+    "kill redis": ("a", "kill -9, Redis"),
     "leave experts": ("d", "SIGTERM, expert worker"),
+    "stop experts": ("d", "stopped, expert worker"),
+    "stop attention": ("d", "stopped, attention worker"),
+    "stop leader": ("d", "stopped, leading scheduler"),
+    "stop gateway": ("d", "stopped, gateway"),
+    "stop redis": ("d", "stopped, Redis"),
     "cut": ("c", "link cut, 5 s"),
+    "cut to": ("c", "link cut one way, to host"),
+    "cut from": ("c", "link cut one way, from host"),
     "delay": ("c", "link delayed, 50 ms"),
+    "lose": ("c", "link loses 5 %"),
 }
 """Colour and name of each kind of event."""
 _LINES: Final = ((4, "a", "longest"), (3, "d", "95th percentile"), (2, "b", "median"))

@@ -5,12 +5,31 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final, Literal, get_args
 
-Kind = Literal["kill experts", "kill attention", "kill leader", "leave experts", "cut", "delay"]
-KINDS: Final[tuple[Kind, ...]] = ("kill experts", "kill attention", "kill leader", "leave experts", "cut", "delay")
-NEED_CABLES: Final = ("cut", "delay")
-CUT_S, DELAY_S, DELAYED_FOR_S = 5.0, 0.05, 5.0
+Kind = Literal[
+    "kill experts",
+    "kill attention",
+    "kill leader",
+    "kill gateway",
+    "kill redis",
+    "leave experts",
+    "stop experts",
+    "stop attention",
+    "stop leader",
+    "stop gateway",
+    "stop redis",
+    "cut",
+    "cut to",
+    "cut from",
+    "delay",
+    "lose",
+]
+KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
+NEED_CABLES: Final[tuple[Kind, ...]] = ("cut", "cut to", "cut from", "delay", "lose")
+CUT_S, DELAY_S, LOST_SHARE, IMPAIRED_S = 5.0, 0.05, 0.05, 5.0
+STOPPED_LEASES: Final = 1.5
+"""A stopped process has lost its lease when it goes on."""
 LEADER: Final = "leader"
 
 
@@ -28,7 +47,7 @@ def planned(
 ) -> list[Event]:
     """One event every ``every_s``, the first after half of that. ``members``: role -> names.
 
-    Kinds come in shuffled rounds, so that a short run meets most of them.
+    Kinds come in shuffled rounds: the first ``len(kinds)`` events have every kind.
     """
     rng = random.Random(seed)
     events: list[Event] = []
@@ -42,8 +61,7 @@ def planned(
 
 
 def _target(kind: Kind, rng: random.Random, members: Mapping[str, Sequence[str]]) -> str:
-    if kind == "kill leader":
-        return LEADER
     if kind in NEED_CABLES:
         return rng.choice([name for names in members.values() for name in names])
-    return rng.choice(list(members["attention" if kind == "kill attention" else "experts"]))
+    role = kind.rpartition(" ")[2]
+    return LEADER if role == LEADER else rng.choice(list(members[role]))

@@ -145,7 +145,25 @@ def summary(figures: dict[str, Any]) -> list[str]:
             f"longest gap after {kind}, ms: {', '.join(f'{gap:.0f}' for gap in sorted(gaps))}"
             for kind, gaps in sorted(worst.items())
         ),
+        *_history(figures.get("history")),
         *(f"{found['name']} ended by itself with {found['code']}" for found in figures["ended_by_themselves"]),
+    ]
+
+
+def _history(found: dict[str, Any] | None) -> list[str]:
+    if found is None:
+        return []
+    refusals, gaps = found["refusals"], found["gaps"]
+    most = refusals["bounds"]
+    return [
+        f"history: {found['lines']} lines, {found['requests']} requests in {found['tries']} tries, of which "
+        f"{found['broken']} broke; against the rules: {found['problems'] or 'nothing'}",
+        *found["examples"],
+        f"refusals: {refusals['count']}, met by {refusals['share_of_requests']:.1%} of requests (at most "
+        f"{most['share_of_requests']:.0%}); the longest of one client {refusals['longest_s']} s (at most "
+        f"{most['longest_s']:g}), of all clients {refusals['longest_of_all_s']} s",
+        f"longest gap between tokens: {gaps['longest_s']} s, {gaps['without_faults_s']} s without the faults in it (at "
+        f"most {gaps['bound_s']:g})",
     ]
 
 

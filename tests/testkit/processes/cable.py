@@ -1,4 +1,4 @@
-"""A cable from the switch to a host: pulled, limited in rate, delayed."""
+"""A cable from the switch to a host: pulled, cut in one direction, limited in rate, delayed, lossy."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import selectors
 import subprocess
 import sys
 from pathlib import Path
+from typing import Literal
 
 from testkit.processes.iproute import BRIDGE, COMMAND_S, NetworkError, run
 
 _WIRE = Path(__file__).with_name("wire.py")
+Way = Literal["in", "out"]
+"""To the host, or from it."""
 
 
 class Cable:
@@ -19,12 +22,19 @@ class Cable:
         self._switch, self._port, self._inside, self._number = switch, f"p{number}", inside, number
         self._netem = netem
         self._delay_s = 0.0
+        self._lost_share = 0.0
         self._mbit_per_s: float | None = None
+        self._silent: Way | None = None
         self._wire: subprocess.Popen[bytes] | None = None
 
     def cut(self) -> None:
         """Pull it: from now on nothing arrives, in either direction, and nobody is notified."""
         run("ip", "-n", self._switch, "link", "set", self._port, "down")
+
+    def silence(self, way: Way | None) -> None:
+        """Drop all frames of one direction, while those of the other one arrive. None ends it."""
+        self._silent = way
+        self._shape()
 
     def mend(self) -> None:
         run("ip", "-n", self._switch, "link", "set", self._port, "up")
@@ -34,29 +44,39 @@ class Cable:
         self._delay_s = seconds
         self._shape()
 
+    def lose(self, share: float) -> None:
+        """Drop so many of all frames, in each direction. 0 ends it."""
+        self._lost_share = share
+        self._shape()
+
     def limit(self, mbit_per_s: float | None) -> None:
         """Bound the rate, in each direction. None ends it."""
         self._mbit_per_s = mbit_per_s
         self._shape()
 
     def _shape(self) -> None:
-        for namespace, device in ((self._inside, "eth0"), (self._switch, self._port)):
-            _queue(namespace, device, self._mbit_per_s, self._delay_s if self._netem else 0.0)
+        delay_s, lost_share = (self._delay_s, self._lost_share) if self._netem else (0.0, 0.0)
+        for way, namespace, device in (("out", self._inside, "eth0"), ("in", self._switch, self._port)):
+            if way == self._silent:  # a queue without room
+                run("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", "pfifo", "limit", "0")
+            else:
+                _queue(namespace, device, self._mbit_per_s, delay_s, lost_share)
         if not self._netem:
-            self._hold(self._delay_s)
+            self._treat(self._delay_s, self._lost_share)
 
     def close(self) -> None:
-        self._hold(0.0)
+        self._treat(0.0, 0.0)
 
-    def _hold(self, seconds: float) -> None:
-        """By a process between two TAP devices, there only while there is a delay: other links lose nothing."""
-        if seconds > 0 and self._wire is None:
+    def _treat(self, delay_s: float, lost_share: float) -> None:
+        """Delays and drops by a process between two TAP devices, there only meanwhile: other links lose nothing."""
+        needed = delay_s > 0 or lost_share > 0
+        if needed and self._wire is None:
             self._wire = self._splice()
         if self._wire is None:
             return
         assert self._wire.stdin is not None
-        if seconds > 0:
-            self._wire.stdin.write(f"{seconds}\n".encode())
+        if needed:
+            self._wire.stdin.write(f"{delay_s} {lost_share}\n".encode())
             self._wire.stdin.flush()
             return
         run("ip", "-n", self._switch, "link", "set", self._port, "master", "sw")
@@ -90,12 +110,13 @@ class Cable:
         return wire
 
 
-def _queue(namespace: str, device: str, mbit_per_s: float | None, delay_s: float) -> None:
-    """The queueing discipline of what leaves ``device``. A limit without delay drops what would wait over 200 ms."""
+def _queue(namespace: str, device: str, mbit_per_s: float | None, delay_s: float, lost_share: float) -> None:
+    """The queueing discipline of what leaves ``device``. A limit alone drops what would wait over 200 ms."""
     where = ("-n", namespace, "qdisc")
     rate = [] if mbit_per_s is None else ["rate", f"{mbit_per_s}mbit"]
-    if delay_s > 0:
-        kind = ["netem", "delay", f"{round(delay_s * 1e6)}us", "limit", "100000", *rate]
+    if delay_s > 0 or lost_share > 0:
+        delay = ["delay", f"{round(delay_s * 1e6)}us"]
+        kind = ["netem", *delay, "loss", f"{100 * lost_share:g}%", "limit", "100000", *rate]
     elif mbit_per_s is not None:
         burst = max(65_536, round(mbit_per_s * 1e6 / 8 * 0.005))  # bytes: a frame of offloaded TCP, or 5 ms
         kind = ["tbf", *rate, "burst", str(burst), "latency", "200ms"]

@@ -7,6 +7,7 @@ import os
 import secrets
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -68,6 +69,7 @@ class Shape:
     colocated: int = 0
     """Attention workers with a seat of their own, besides."""
     schedulers: int = 2
+    gateways: int = 1
     lease_s: float = 3.0
 
 
@@ -92,7 +94,7 @@ class Member:
 
 
 class Cluster:
-    """redis, gateway, schedulers, attention and expert workers by name: ``experts-0``."""
+    """redis, gateway (others: ``gateway-1``), schedulers, attention and expert workers by name: ``experts-0``."""
 
     def __init__(
         self,
@@ -109,6 +111,7 @@ class Cluster:
         self._model = model
         self._secret = stage.folder / "fabric.secret"
         self._secret.write_text(secrets.token_hex(16))
+        self._data = tempfile.mkdtemp(prefix="redis-", dir=stage.folder)
         self.members = {name: self._member(name, place(name)) for name in self._names()}
         self.redis_port = free_port() if isinstance(self.members["redis"].place, Here) else REDIS_PORT
 
@@ -116,7 +119,8 @@ class Cluster:
         """Returns when every worker is there and every expert has its seat."""
         for name in self.members:
             self.start_one(name)
-        until(self.server.ready, "the gateway is ready", limit_s=READY_S, every_s=0.1)
+        for server in self.servers:
+            until(server.ready, "the gateway is ready", limit_s=READY_S, every_s=0.1)
         self.wait_whole()
 
     def start_one(self, name: str) -> None:
@@ -140,9 +144,17 @@ class Cluster:
 
     @property
     def server(self) -> Server:
-        gateway = self.members["gateway"]
-        assert gateway.proc is not None
-        return Server(url=f"http://{gateway.place.address}:{gateway.ports['port']}", proc=gateway.proc)
+        return self.servers[0]
+
+    @property
+    def servers(self) -> list[Server]:
+        """The gateways."""
+        found = []
+        for gateway in map(self.members.__getitem__, self.of("gateway")):
+            assert gateway.proc is not None
+            url = f"http://{gateway.place.address}:{gateway.ports['port']}"
+            found.append(Server(url=url, proc=gateway.proc))
+        return found
 
     def of(self, role: str) -> list[str]:
         return [name for name, member in self.members.items() if member.role == role]
@@ -162,7 +174,7 @@ class Cluster:
         longer, so the workers are asked too."""
         leader = self.leader()
         workers = [*self.of("experts"), *self.of("attention"), *self.of("colocated")]
-        if leader is None or not all(self._ready(name) for name in workers):
+        if leader is None or not all(self._ready(name) for name in [*workers, *self.of("gateway")]):
             return False
         with contextlib.suppress(httpx.HTTPError):
             text = httpx.get(self._url(leader, "metrics"), timeout=2).text
@@ -197,13 +209,15 @@ class Cluster:
 
     def _url(self, name: str, page: str) -> str:
         member = self.members[name]
-        return f"http://{member.place.address}:{member.ports['metrics_port']}/{page}"
+        port = next(member.ports[kind] for kind in ("metrics_port", "port") if kind in member.ports)
+        return f"http://{member.place.address}:{port}/{page}"
 
     def _names(self) -> list[str]:
         shape = self.shape
         counts = {"scheduler": shape.schedulers, "experts": shape.experts, "attention": shape.attention}
         counts["colocated"] = shape.colocated
-        return ["redis", "gateway", *(f"{role}-{i}" for role, count in counts.items() for i in range(count))]
+        gateways = ["gateway", *(f"gateway-{i}" for i in range(1, shape.gateways))]
+        return ["redis", *gateways, *(f"{role}-{i}" for role, count in counts.items() for i in range(count))]
 
     def _member(self, name: str, place: Place) -> Member:
         role = name.partition("-")[0]
@@ -225,10 +239,12 @@ class Cluster:
     def _redis(self, member: Member) -> Proc:
         address = member.place.address
         args = ["--port", str(self.redis_port), "--bind", address, "--protected-mode", "no", "--save", ""]
+        args += ["--dir", self._data, "--appendonly", "yes"]
         proc = self.stage.start("redis", member.place.command([str(find_redis_server()), *args]))
 
         def answers() -> bool:
-            with contextlib.suppress(redis.RedisError), redis.Redis.from_url(self.redis_url) as client:
+            url = self.redis_url
+            with contextlib.suppress(redis.RedisError), redis.Redis.from_url(url, socket_timeout=2) as client:
                 return bool(client.ping())
             return False
 

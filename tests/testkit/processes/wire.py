@@ -1,6 +1,7 @@
-"""A cable with a delay: two TAP devices and what goes between them. Used where the kernel has no netem.
+"""A cable that delays or loses frames: two TAP devices and what goes between them, where the kernel has no netem.
 
-    wire.py DEVICE DEVICE      makes both, says "ready", takes delays in seconds from stdin, a line each; ends with it
+    wire.py DEVICE DEVICE      makes both, says "ready", takes lines from stdin ("<delay in s> <share of frames that are
+                               lost>"); ends with it
 
 Frames come with the virtio header and unsegmented (up to 64 KiB of TCP), so a frame costs the same few microseconds
 however large it is, and checksums are left to whoever really needs them. Order is kept, also when the delay changes.
@@ -12,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import random
 import select
 import struct
 import sys
@@ -51,12 +53,12 @@ class Direction:
         """When the oldest frame is to go on."""
         return self._held[0][0] if self._held else float("inf")
 
-    def take(self, delay_s: float) -> None:
-        """All that has arrived."""
+    def take(self, delay_s: float, lost_share: float) -> None:
+        """All that has arrived, but what is lost."""
         with contextlib.suppress(BlockingIOError):
             while True:
                 frame = os.read(self.source, _FRAME_BYTES)
-                if self._bytes + len(frame) <= _MAX_HELD_BYTES:
+                if random.random() >= lost_share and self._bytes + len(frame) <= _MAX_HELD_BYTES:
                     last = self._held[-1][0] if self._held else 0.0
                     self._held.append((max(last, time.monotonic() + delay_s), frame))
                     self._bytes += len(frame)
@@ -74,7 +76,7 @@ class Direction:
 def main(first: str, second: str) -> None:
     a, b = open_tap(first), open_tap(second)
     directions = [Direction(a, b), Direction(b, a)]
-    delay_s = 0.0
+    delay_s = lost_share = 0.0
     print("ready", flush=True)
     while True:
         wait = min(direction.due for direction in directions) - time.monotonic()
@@ -83,10 +85,10 @@ def main(first: str, second: str) -> None:
             lines = os.read(0, 4096)
             if not lines:
                 return
-            delay_s = float(lines.split()[-1])
+            delay_s, lost_share = map(float, lines.splitlines()[-1].split())
         for direction in directions:
             if direction.source in readable:
-                direction.take(delay_s)
+                direction.take(delay_s, lost_share)
             direction.give()
 
 

@@ -8,13 +8,19 @@ from typing import Any
 import pytest
 from chaos.faults import Done
 from chaos.load import Job, Outcome, faults_of, jobs, judge
-from chaos.picture import timeline
+from chaos.picture import _KINDS, timeline
 from chaos.plan import KINDS, LEADER, NEED_CABLES, Event, planned
 from chaos.report import longest_of_each_overlap, longest_per_event, report, summary
 
 from loadgen.client import StreamResult
 
-MEMBERS = {"experts": ["experts-0", "experts-1"], "attention": ["attention-0"], "scheduler": ["scheduler-0"]}
+MEMBERS = {
+    "experts": ["experts-0", "experts-1"],
+    "attention": ["attention-0"],
+    "scheduler": ["scheduler-0"],
+    "gateway": ["gateway", "gateway-1"],
+    "redis": ["redis"],
+}
 JOB = Job(prompt="p", max_tokens=3, token_ids=(5, 6, 7))
 
 
@@ -27,13 +33,19 @@ def test_a_seed_is_a_plan() -> None:
     assert [event.at for event in plan(1)] == [10 * number + 5 for number in range(60)]
 
 
-def test_every_round_has_every_kind_and_targets_that_fit() -> None:
-    events = plan(3)
-    assert {event.kind for event in events[: len(KINDS)]} == set(KINDS)
+@pytest.mark.parametrize("seed", range(20))
+def test_every_round_has_every_kind_and_targets_that_fit(seed: int) -> None:
+    events = plan(seed)
+    for start in range(0, len(events) - len(KINDS) + 1, len(KINDS)):
+        assert {event.kind for event in events[start : start + len(KINDS)]} == set(KINDS)
+    names = [name for names in MEMBERS.values() for name in names]
+    fitting = {"leader": [LEADER]} | MEMBERS
     for event in events:
-        names = [name for names in MEMBERS.values() for name in names]
-        fitting = {"kill leader": [LEADER], "kill attention": MEMBERS["attention"]} | dict.fromkeys(NEED_CABLES, names)
-        assert event.target in fitting.get(event.kind, MEMBERS["experts"])
+        assert event.target in (names if event.kind in NEED_CABLES else fitting[event.kind.rpartition(" ")[2]])
+
+
+def test_every_kind_has_its_place_in_the_picture() -> None:
+    assert set(KINDS) <= set(_KINDS)
 
 
 def answer(*token_ids: int, text: str = "abc", **wrong: Any) -> StreamResult:
