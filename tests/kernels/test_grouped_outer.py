@@ -1,4 +1,4 @@
-"""Weight and bias gradients per expert against a loop over rows, and what the compiled kernel is made of."""
+"""Weight and bias gradients per expert against a loop over rows."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from testkit.gpu import aot
 from testkit.models.pair_layouts import LAYOUTS, Case, case, random_ids
 from testkit.models.tolerances import assert_close
 from torch import Tensor
@@ -131,38 +130,3 @@ def test_examples_of_the_docstrings() -> None:
     dy, x = torch.tensor([[1.0], [2.0], [5.0]]), torch.tensor([[10.0], [1.0], [7.0]])
     assert grouped_outer(dy, x, it.plan, dy_rows="grouped", x_rows="grouped").tolist() == [[[12]], [[35]]]
     assert grouped_sum(dy, it.plan, rows="grouped").tolist() == [[3], [5]]
-
-
-def compiled(dy_rows: str, x_rows: str, *, dtype: str = "bf16", stages: int = 3, **tiles: int) -> aot.Compiled:
-    swap = dy_rows == "grouped" and x_rows != "grouped"
-    sizes: dict[str, Any] = {"BLOCK_O": 256 if swap else 128, "BLOCK_I": 128 if swap else 256, "BLOCK_M": 64, **tiles}
-    stages += 0 if dy_rows == x_rows == "grouped" else 2
-    descriptors = {
-        f"{name}_descriptor": f"tensordesc<{dtype}[{sizes['BLOCK_M']},{sizes[block]}]>"
-        if rows == "grouped"
-        else f"*{dtype}"
-        for name, rows, block in (("dy", dy_rows, "BLOCK_O"), ("x", x_rows, "BLOCK_I"))
-    }
-    integers = dict.fromkeys(("stride_dy", "stride_x", "O", "I"), "i32:16")
-    return aot.compile_sm90(
-        "moe_kernels.training.grouped_outer.kernel:grouped_outer_kernel",
-        {"dy": f"*{dtype}", "x": f"*{dtype}", "dw": f"*{dtype}", "order_S": "*i32", "ends_E": "*i32"}
-        | descriptors
-        | integers,
-        {
-            "SLOTS": 4, "DY_ROWS": dy_rows, "X_ROWS": x_rows,
-            "DY_TMA": dy_rows == "grouped", "X_TMA": x_rows == "grouped",
-            "SWAP": swap, "EVEN": True, "UPCAST": False, "PRECISION": "tf32", "STAGES": stages,
-            "O_TILES": 16, "I_TILES": 16, "GROUP": 8,
-        } | sizes,
-        num_warps=8,
-        num_stages=stages,
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize(("dy_rows", "x_rows"), [("grouped", "token"), ("token", "grouped"), ("grouped", "grouped")])
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_runs_on_wgmma(dy_rows: str, x_rows: str, dtype: str) -> None:
-    kernel = compiled(dy_rows, x_rows, dtype=dtype)
-    for check in (aot.assert_wgmma, aot.assert_tma, aot.assert_no_stack, aot.assert_no_i2f, aot.assert_smem_fits):
-        check(kernel)

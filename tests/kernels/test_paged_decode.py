@@ -11,6 +11,7 @@ from testkit.models.tolerances import assert_close
 from torch import Tensor
 
 from moe_kernels import ArgumentError
+from moe_kernels.paged_decode.kernel import cut
 from moe_kernels.paged_decode.op import paged_decode
 
 pytestmark = pytest.mark.usefixtures("path")
@@ -147,6 +148,13 @@ def test_the_worked_example() -> None:
 def test_no_rows_no_output() -> None:
     case = Case([1], heads=2, kv_heads=1, head_dim=8, block_size=4, dtype=torch.float32)
     assert paged_decode(case.q[:0], case.k, case.v, case.blocks[:0], case.kv_len[:0]).shape == (0, 2, 8)
+
+
+@pytest.mark.parametrize(("programs", "most"), [(1, 1), (4, 40_960), (32, 40_960), (1024, 40_960), (8, 300)])
+def test_every_length_has_room_in_the_grid(programs: int, most: int) -> None:
+    wanted, parts = cut(programs, most, 132)
+    assert 1 <= wanted <= parts <= 64
+    assert programs * wanted >= min(4 * 132, programs * parts) or wanted == -(-most // 128)
 
 
 @pytest.mark.parametrize(

@@ -1,18 +1,16 @@
-"""Codes to numbers inside kernels: every byte, exactly, in each dtype, and without the conversion unit."""
+"""Codes to numbers inside kernels: every byte, exactly, in each dtype."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 import triton.language as tl
-from testkit.gpu import aot
 from testkit.gpu.dequant_triton import dot, unpack
 from torch import Tensor
 
 from moe_kernels.gemv.kernel import P16, P256
 
 DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
-SHORT = {"fp16": "tl.float16", "bf16": "tl.bfloat16", "fp32": "tl.float32"}
 BYTES = torch.arange(256, dtype=torch.uint8)
 
 
@@ -61,31 +59,3 @@ def test_products_of_integers_are_exact(bits: int) -> None:
     y_W = torch.full((64,), torch.nan)
     dot[(1,)](packed, x_W8, y_W, P16, P256, BITS=bits, BLOCK=64)
     assert torch.equal(y_W, (codes_W8 * x_W8).sum(1))
-
-
-@pytest.mark.parametrize("dtype", SHORT)
-@pytest.mark.parametrize("bits", [4, 8])
-def test_no_conversion_instruction(bits: int, dtype: str) -> None:
-    compiled = aot.compile_sm90(
-        "testkit.gpu.dequant_triton:unpack",
-        {"packed": "*u8", "values": f"*{dtype}"},
-        {"BITS": bits, "DTYPE": SHORT[dtype], "BLOCK": 2048},
-    )
-    aot.assert_no_i2f(compiled)
-    aot.assert_no_stack(compiled)
-    assert compiled.count("I2") == 0
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-def test_one_logic_instruction_per_product(bits: int) -> None:
-    """Mask and pattern together: that is why the patterns are arguments."""
-    codes = 32 // bits
-    compiled = aot.compile_sm90(
-        "testkit.gpu.dequant_triton:dot",
-        {"words": "*i32", "x": "*fp32", "y": "*fp32", "p16": "i32", "p256": "i32"},
-        {"BITS": bits, "BLOCK": 1024},
-    )
-    aot.assert_no_i2f(compiled)
-    aot.assert_no_stack(compiled)
-    per_thread = 1024 // 128 * codes
-    assert compiled.count("LOP3") <= per_thread + 8

@@ -12,8 +12,12 @@ The signature names every argument that is not a constexpr. Pointers count as al
 allocations are; ``*bf16:1`` is one that is not. An integer counts as divisible by 16 if it says so: ``i32:16``.
 A constexpr ``tl.<name>`` stands for that object of triton.language, ``<module>:<name>`` for an object of ours.
 
+    for launch in aot.launches("experts-bf16-16", "sm_90"):  # what that call of testkit.gpu.calls launches there
+        aot.assert_no_stack(launch.compiled())
+
 The first call starts a compiler process, which later calls share: this one has interpreted kernels, which cannot be
 compiled, and triton decides at import. ``AOT_PYTHON=/some/bin/python pytest ...`` compiles with that Python's triton.
+Machine code is kept in ``.cache/aot``, by a hash of the kernel's source, triton's version and all that was asked for.
 """
 
 from __future__ import annotations
@@ -27,15 +31,23 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from testkit.gpu.absent import GPUS, Request, recorded
+
 SMEM_BYTES = 227 * 1024
 """What one thread block of sm_90 may use."""
 TARGET = ("cuda", 90, 32)
+CACHE = Path(__file__).parents[3] / ".cache" / "aot"
+FORMAT = 1
+"""Of the cache's files: another number where :func:`_build` answers otherwise."""
+KEPT_DAYS = 30
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,6 +69,33 @@ class Compiled:
         return len(re.findall(rf"^\s*/\*[0-9a-f]{{4,}}\*/\s+(?:@!?U?P\w+\s+)?{opcode}", self.sass, re.MULTILINE))
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launch:
+    """A launch of a call on a GPU: ``signature`` has the types of arguments that are not constants, as the docstring
+    above writes them, ``constants`` all others: constexprs, ones and None. Objects of triton are there by their names.
+    """
+
+    kernel: str
+    call: str
+    gpu: str
+    key: str
+    signature: dict[str, str]
+    constants: dict[str, Any]
+    options: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return self.kernel.partition(":")[2]
+
+    def compiled(self) -> Compiled:
+        """The machine code.
+
+        Raises:
+            CompileError: triton refused it.
+        """
+        return _compile(("launch", self.call, self.gpu, self.key))
+
+
 class CompileError(AssertionError):
     """The kernel does not compile; the message is triton's."""
 
@@ -76,8 +115,15 @@ def compile_sm90(
         CompileError: triton refused it.
     """
     options = {"num_warps": num_warps, "num_stages": num_stages, **options}
-    request = (kernel, tuple(signature.items()), tuple((constexprs or {}).items()), tuple(options.items()))
+    request = ("kernel", kernel, tuple(signature.items()), tuple((constexprs or {}).items()), tuple(options.items()))
     return _compile(request)
+
+
+@functools.cache
+def launches(call: str, gpu: str) -> tuple[Launch, ...]:
+    """What the call of that name in :mod:`testkit.gpu.calls` launches on a GPU of :data:`testkit.gpu.absent.GPUS`."""
+    found = _ask(("launches", call, gpu))
+    return tuple(Launch(call=call, gpu=gpu, **launch) for launch in found)
 
 
 def assert_wgmma(compiled: Compiled) -> None:
@@ -114,6 +160,10 @@ def assert_smem_fits(compiled: Compiled) -> None:
 
 @functools.cache
 def _compile(request: tuple[Any, ...]) -> Compiled:
+    return Compiled(**_ask(request))
+
+
+def _ask(request: tuple[Any, ...]) -> Any:
     process = _compiler()
     assert process.stdin is not None
     assert process.stdout is not None
@@ -123,10 +173,10 @@ def _compile(request: tuple[Any, ...]) -> Compiled:
         answer = pickle.load(process.stdout)
     except EOFError:
         _compiler.cache_clear()
-        raise CompileError(f"{request[0]}: the compiler process died with {process.wait()}") from None
+        raise CompileError(f"{request[1]}: the compiler process died with {process.wait()}") from None
     if isinstance(answer, str):
-        raise CompileError(f"{request[0]}: {answer}")
-    return Compiled(**answer)
+        raise CompileError(f"{request[1]}: {answer}")
+    return answer
 
 
 @functools.cache
@@ -136,7 +186,10 @@ def _compiler() -> subprocess.Popen[bytes]:
     assert spec is not None
     assert spec.origin is not None
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("TRITON_", "PYTEST_"))}
-    environment["PYTHONPATH"] = os.pathsep.join((str(Path(spec.origin).parents[1]), str(Path(__file__).parents[2])))
+    environment["PYTHONPATH"] = os.pathsep.join(
+        str(path) for path in (Path(spec.origin).parents[1], Path(__file__).parents[2])
+    )
+    environment["CUDA_VISIBLE_DEVICES"] = ""  # GPUs that are there have other numbers and other names
     python = os.environ.get("AOT_PYTHON", sys.executable)
     return subprocess.Popen(
         [python, "-m", "testkit.gpu.aot"], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -144,23 +197,58 @@ def _compiler() -> subprocess.Popen[bytes]:
 
 
 def _serve(requests: BinaryIO, answers: BinaryIO) -> None:
+    _forget_old()
     with tempfile.TemporaryDirectory() as cache:
         os.environ["TRITON_CACHE_DIR"] = cache
         while True:
             try:
-                request = pickle.load(requests)
+                kind, *what = pickle.load(requests)
             except EOFError:
                 return
             try:
-                answer: object = _build(*request)
+                answer: object = {"kernel": _kernel, "launch": _launch, "launches": _launches}[kind](*what)
             except Exception:  # noqa: BLE001 - whatever it is, the caller raises it
                 answer = traceback.format_exc()
             pickle.dump(answer, answers)
             answers.flush()
 
 
-def _build(kernel: str, signature: tuple[Any, ...], constexprs: tuple[Any, ...], options: tuple[Any, ...]) -> object:
-    import triton
+def _launches(call: str, gpu: str) -> list[dict[str, Any]]:
+    return [_described(request) for request in _recorded(call, gpu).values()]
+
+
+def _launch(call: str, gpu: str, key: str) -> dict[str, Any]:
+    return _built(_recorded(call, gpu)[key])
+
+
+@functools.cache
+def _recorded(call: str, gpu: str) -> dict[str, Request]:
+    from testkit.gpu.calls import CALLS
+
+    return {request.key: request for request in recorded(GPUS[gpu], CALLS[call])}
+
+
+def _described(request: Request) -> dict[str, Any]:
+    source = request.source
+    by_16 = {path[0] for path, attributes in source.attrs.items() if ["tt.divisibility", 16] in attributes}
+    signature = {}
+    for at, (name, kind) in enumerate(source.signature.items()):
+        suffix = ":16" if at in by_16 and kind.startswith("i") else ":1" if at not in by_16 and kind[0] == "*" else ""
+        if kind != "constexpr":
+            signature[name] = kind + suffix
+    names = list(source.signature)
+    constants = {names[path[0]]: _plain(value) for path, value in source.constants.items()}
+    return {
+        "kernel": request.kernel, "key": request.key, "signature": signature, "constants": constants,
+        "options": {name: _plain(value) for name, value in request.options.items()},
+    }  # fmt: skip
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, str | int | float | None) else str(value)
+
+
+def _kernel(kernel: str, signature: tuple[Any, ...], constexprs: tuple[Any, ...], options: tuple[Any, ...]) -> Any:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -175,10 +263,37 @@ def _build(kernel: str, signature: tuple[Any, ...], constexprs: tuple[Any, ...],
         constexprs=constants,
         attrs={(at,): [["tt.divisibility", 16]] for at, name in enumerate(fn.arg_names) if _by_16(types.get(name, ""))},
     )
-    built = triton.compile(source, target=GPUTarget(*TARGET), options=dict(options))
+    return _built(Request(kernel=kernel, source=source, target=GPUTarget(*TARGET), options=dict(options)))
+
+
+def _built(request: Request) -> dict[str, Any]:
+    """From the cache, or compiled now. What does not compile is tried again each time."""
+    path = CACHE / f"{request.key}-{FORMAT}"
+    if path.exists():
+        os.utime(path)
+        found: dict[str, Any] = pickle.loads(zlib.decompress(path.read_bytes()))
+        return found
+    built = _build(request)
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=CACHE, delete=False) as file:
+        file.write(zlib.compress(pickle.dumps(built)))
+    os.replace(file.name, path)
+    return built
+
+
+def _forget_old() -> None:
+    for path in CACHE.glob("*"):
+        if path.stat().st_mtime < time.time() - KEPT_DAYS * 86_400:
+            path.unlink(missing_ok=True)
+
+
+def _build(request: Request) -> dict[str, Any]:
+    import triton
+
+    built = triton.compile(request.source, target=request.target, options=request.options)
     sass, usage = _cuobjdump(built.asm["cubin"])
     return {
-        "kernel": kernel,
+        "kernel": request.kernel,
         "ttgir": built.asm["ttgir"],
         "ptx": built.asm["ptx"],
         "sass": sass,

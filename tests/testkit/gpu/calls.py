@@ -1,0 +1,273 @@
+"""Calls of the product's ops whose launches are compiled: of what services serve, in the shapes of models.
+
+Each entry of :data:`SERVED` and :data:`OFFERED` is a call with tensors that have no memory, for
+:func:`testkit.gpu.absent.recorded`. Legend: T rows, D hidden size, E experts, F expert width, K slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, get_args
+
+import torch
+from torch import Tensor, empty
+
+from moe_kernels import QuantisedWeight, combine, dequantize_experts, fused_moe, grouped_mlp, plan, route
+from moe_kernels import tiles as table
+from moe_kernels.activations.op import Activation, gated
+from moe_kernels.exchange.joined.op import send_joined, take_joined
+from moe_kernels.exchange.joined.room import Joined
+from moe_kernels.exchange.layout import WORDS, Layout
+from moe_kernels.exchange.op import send_answers, send_rows, sum_answers, take_rows
+from moe_kernels.paged_decode.op import paged_decode
+from moe_kernels.rotary.op import rotate_heads
+from moe_kernels.training.parallel_linear import _ParallelLinear
+from moe_kernels.training.sparse_mlp import _SparseMlp
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+TUNED = {"E": 128, "D": 2048, "F": 768, "K": 8}
+"""Qwen3-30B-A3B, which the H200's table has entries of."""
+WIDE = {"E": 8, "D": 4096, "F": 14336, "K": 2}
+"""Mixtral-8x7B, likewise."""
+ODD = {"E": 5, "D": 100, "F": 36, "K": 3}
+"""Nothing is a multiple of a tile or of 16 bytes."""
+
+
+def experts(
+    dtype: str,
+    rows: int,
+    *,
+    shape: dict[str, int] = TUNED,
+    ids: torch.dtype = torch.int64,
+    local: bool = False,
+    bits: int = 16,
+    group: int = 128,
+    activation: str = "swiglu",
+    bias: bool = False,
+    keep: bool = False,
+    block_rows: int | None = None,
+    **options: Any,
+) -> None:
+    """fused_moe. ``local``: as of a worker that holds half of the experts; ``block_rows``: with a plan made before."""
+    E, D, F, K = (shape[name] for name in "EDFK")
+    kind, inner = DTYPES[dtype], F * (1 + gated(activation))
+    w_in, w_down = (
+        (empty(E, o, i, dtype=kind) if bits == 16 else packed(E, o, i, bits, group)) for o, i in ((inner, D), (D, F))
+    )
+    ids_TK = empty(rows, K, dtype=ids)
+    fused_moe(
+        empty(rows, D, dtype=kind), w_in, w_down, ids_TK, empty(rows, K), activation=activation,
+        plan=plan(ids_TK, E, block_rows=block_rows) if block_rows else None,
+        local_E=empty(2 * E, dtype=torch.int32) if local else None,
+        keep_T=empty(rows, dtype=torch.bool) if keep else None,
+        bias_in=empty(E, inner, dtype=kind) if bias else None, bias_down=empty(E, D, dtype=kind) if bias else None,
+        **options,
+    )  # fmt: skip
+
+
+def tiled(op: str, tiles: dict[str, int], call: Callable[[], object]) -> None:
+    """``call`` as a tile table with other entries of ``op`` would have it."""
+    shape = {"d": TUNED["D"], "f": TUNED["F"], "E": TUNED["E"], "k": TUNED["K"], "gated": 2}
+    tuned = table.tiles(op, shape=shape, rows=16, dtype="bf16", device_name="NVIDIA H200")
+    with table.overridden({op: {**tuned, **tiles}}):
+        call()
+
+
+def packed(experts: int, outputs: int, inputs: int, bits: int, group: int) -> QuantisedWeight:
+    codes = empty(experts, outputs, inputs * bits // 8, dtype=torch.uint8)
+    scales = empty(experts, outputs, inputs // group if group else 1, dtype=torch.float16)
+    return QuantisedWeight(packed=codes, scales=scales, bits=bits, group=group, in_features=inputs)
+
+
+def router(experts: int, top_k: int, rows: int = 64, *, keep: bool = False, bias: bool = False, **flags: Any) -> None:
+    keep_T = empty(rows, dtype=torch.bool) if keep else None
+    bias_E = empty(experts) if bias else None
+    route(empty(rows, experts), top_k=top_k, keep_T=keep_T, correction_bias_E=bias_E, **flags)
+
+
+def decode(
+    dtype: str, heads: int, kv_heads: int, size: int, *, sequences: int = 32, block: int = 16, length: int = 8192,
+    window: int | None = None,
+) -> None:  # fmt: skip
+    kind = DTYPES[dtype]
+    cache = [empty(4096, block, kv_heads, size, dtype=kind) for _ in "kv"]
+    blocks_SM = empty(sequences, -(-length // block), dtype=torch.int32)
+    kv_len_S = empty(sequences, dtype=torch.int32)
+    paged_decode(empty(sequences, heads, size, dtype=kind), *cache, blocks_SM, kv_len_S, window=window)
+
+
+def exchange(
+    dtype: str, bucket: int, *, unsummed: bool = False, shared_gpu: bool = False, hidden: int = 2048, members: int = 2
+) -> None:
+    """A layer's exchange at both sides, as services.fabric.shared_memory drives it, and one of joined calls."""
+    rows, E, groups = bucket - bucket // 4, 128, 2
+    layout = Layout(rows=max(bucket, 512), hidden=hidden, slots=8, dtype=DTYPES[dtype], unsummed=unsummed)
+    words, counts_E = empty(WORDS, dtype=torch.int64), empty(E, dtype=torch.int64)
+    groups_E, weights_TK = empty(E, dtype=torch.int32), empty(rows, 8)
+    ids_TK = empty(rows, 8, dtype=torch.int64)
+    step: dict[str, Any] = {"layout": layout, "bucket": bucket, "exchange": 3, "micro_batch": 1}
+    x_TD = empty(rows, hidden, dtype=layout.dtype)
+    send_rows(x_TD, ids_TK, weights_TK, groups_E, counts_E, words, groups=groups, **step)
+    inbox, taken_RK = empty(layout.inbox_bytes, dtype=torch.uint8), empty(bucket, 8, dtype=torch.int32)
+    take_rows(inbox, taken_RK, counts_E, words, **step)
+    answers = empty(bucket * layout.answer_slots, hidden, dtype=layout.dtype)
+    send_answers(answers, taken_RK, counts_E, words, **step)
+    sum_answers(ids_TK, weights_TK, groups_E, words, groups=groups, shared_gpu=shared_gpu, **step)
+    joined = Joined.room(members * bucket, layout, x_TD.device)
+    call: dict[str, Any] = {"layout": layout, "members": members, "bucket": bucket, "exchange": 3}
+    take_joined(joined, words, **call)
+    send_joined(torch.cat([answers] * members), joined, counts_E, words, **call)
+
+
+def sums(dtype: str, hidden: int, rows: int = 64) -> None:
+    """combine, as the TCP link sums its answers."""
+    combine(empty(300, hidden, dtype=DTYPES[dtype]), empty(rows, 8, dtype=torch.int64), empty(rows, 8))
+
+
+def planned(rows: int, experts: int = 128, *, keep: bool = False, local: bool = False, **options: Any) -> None:
+    keep_T = empty(rows, dtype=torch.bool) if keep else None
+    local_E = empty(2 * experts, dtype=torch.int32) if local else None
+    plan(empty(rows, 8, dtype=torch.int64), experts, keep_T=keep_T, local_E=local_E, **options)
+
+
+def grouped(dtype: str, rows: int) -> None:
+    E, D, F = (TUNED[name] for name in "EDF")
+    kind = DTYPES[dtype]
+    w_in, w_down = empty(E, 2 * F, D, dtype=kind), empty(E, D, F, dtype=kind)
+    grouped_mlp(empty(rows, D, dtype=kind), empty(E, dtype=torch.int64), w_in, w_down)
+
+
+def trained_mlp(dtype: str, activation: str, *, bias: bool, shape: dict[str, int] = TUNED) -> None:
+    """sparse_mlp, forward and backward."""
+    E, D, F, K = (shape[name] for name in "EDFK")
+    kind, rows, inner = DTYPES[dtype], 1024, F * (1 + gated(activation))
+    order = plan(empty(rows, K, dtype=torch.int64), E)
+    biases = (empty(E, inner, dtype=kind), empty(E, D, dtype=kind)) if bias else (None, None)
+    x_TD, w_in, w_out = (empty(*sizes, dtype=kind) for sizes in ((rows, D), (E, inner, D), (E, D, F)))
+    _differentiated(_SparseMlp, x_TD, w_in, w_out, empty(rows, K), *biases, order, activation)
+
+
+def trained_linear(dtype: str, *, rows: str = "token", gates: bool = False, narrow: bool = False) -> None:
+    """parallel_linear, forward and backward."""
+    tokens, slots, count, inputs, outputs = 1024, 4, 32, 1024, 512 if narrow else 2048
+    kind = DTYPES[dtype]
+    order = plan(empty(tokens, slots, dtype=torch.int64), count)
+    x = empty(tokens if rows == "token" else tokens * slots, inputs, dtype=kind)
+    gates_TK = empty(tokens, slots) if gates else None
+    w, bias = empty(count, outputs, inputs, dtype=kind), empty(count, outputs, dtype=kind)
+    _differentiated(_ParallelLinear, x, w, gates_TK, bias, order, rows, False)
+
+
+def turned(dtype: str) -> None:
+    rotate_heads(empty(2, 64, 2, 4, 2, 128, dtype=DTYPES[dtype]), empty(1, 64, 64))
+
+
+class _Context(SimpleNamespace):
+    """Autograd's engine wants real devices; its functions do not."""
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None:
+        self.saved_tensors = tensors
+
+
+def _differentiated(function: Any, *arguments: Any) -> None:
+    context = _Context(needs_input_grad=[isinstance(each, Tensor) for each in arguments])
+    function.backward(context, torch.empty_like(function.forward(context, *arguments)))
+
+
+def unpacked(dtype: str, bits: int, group: int) -> None:
+    dequantize_experts(packed(8, 2048, 1024, bits, group), DTYPES[dtype])
+
+
+Calls = dict[str, Callable[[], object]]
+
+
+def _experts(dtype: str, *rows: int, name: str = "", **options: Any) -> Calls:
+    return {f"experts-{dtype}-{count}{name}": partial(experts, dtype, count, **options) for count in rows}
+
+
+def _exchange(dtype: str, bucket: int, name: str = "", **options: Any) -> Calls:
+    return {f"exchange-{dtype}-{bucket}{name}": partial(exchange, dtype, bucket, **options)}
+
+
+def _decode(dtype: str, heads: int, kv_heads: int, size: int, name: str = "", **options: Any) -> Calls:
+    return {f"decode-{dtype}-{heads}-{kv_heads}-{size}{name}": partial(decode, dtype, heads, kv_heads, size, **options)}
+
+
+SERVED: Calls = {
+    **_experts("bf16", 1, 300, 4096),
+    **_experts("bf16", 16, name="-local", local=True, ids=torch.int32),
+    **_experts("fp16", 1, 16, 4096),
+    **_experts("fp32", 1, 16, 512),
+    "route-softmax": partial(router, 128, 8),
+    **_decode("bf16", 32, 4, 128),
+    **_decode("fp32", 8, 4, 32),
+    **_exchange("bf16", 8, shared_gpu=True),
+    **_exchange("fp32", 512, "-unsummed", unsummed=True),
+    "combine-bf16": partial(sums, "bf16", 2048),
+}
+"""Of each kernel that services launch about one variant per dtype: compiled at each commit, in a minute of CPU."""
+
+MORE: Calls = {
+    **_experts("bf16", 16, 64, 1024),
+    **_experts("fp16", 300),
+    **_experts("bf16", 300, 4096, name="-local", local=True, ids=torch.int32),
+    **_experts("bf16", 1, 16, 512, name="-odd", shape=ODD),
+    **_experts("fp32", 1, 16, 512, name="-odd", shape=ODD, bias=True),
+    **_experts("bf16", 64, name="-planned", block_rows=128),
+    **_experts("bf16", 64, name="-many-pairs", shape=TUNED | {"K": 32}),
+    **_decode("fp16", 16, 16, 64),
+    **_decode("bf16", 16, 4, 96, window=4096),
+    **_decode("bf16", 32, 4, 128, "-blocks-of-5", block=5),
+    **_decode("bf16", 32, 1, 256),
+    **_decode("fp32", 32, 1, 256),
+    **_exchange("fp16", 64),
+    **_exchange("bf16", 512, members=8),
+    **_exchange("bf16", 64, "-unsummed", unsummed=True),
+    **_exchange("bf16", 64, "-odd", hidden=100),
+    "route-choose-first": partial(router, 60, 4, order="choose_first", renormalise=True, keep=True),
+    "route-groups": partial(router, 256, 8, bias=True, groups=8, top_groups=4, group_score="top2_sum"),
+    "route-512": partial(router, 512, 16, score="sigmoid", bias=True),
+    "combine-fp32-odd": partial(sums, "fp32", 100),
+    **_experts("bf16", 1, 16, 512, name="-biases", bias=True, weights_on="input", activation="gelu"),
+    **_experts("fp16", 16, 4096, name="-keep", bias=True, keep=True),
+    **_experts("bf16", 1, 16, 4096, name="-int4", bits=4),
+    **_experts("bf16", 1, 16, 4096, name="-int8", bits=8),
+    **_experts("bf16", 1, 16, name="-int4-channel", bits=4, group=0),
+    **_experts("bf16", 1, 16, name="-int8-channel", bits=8, group=0),
+    **_experts("bf16", 1, name="-int4-wide", bits=4, shape=WIDE),
+    **_experts("fp16", 1, 16, 4096, name="-int4", bits=4),
+    **_experts("fp16", 16, 4096, name="-int8", bits=8),
+    **_experts("fp32", 16, name="-int8", bits=8),
+    **{
+        f"experts-bf16-16{name}": partial(tiled, "small.down", tiles, partial(experts, "bf16", 16, bits=bits))
+        for name, bits, tiles in (
+            ("-summed-by-the-last", 16, {"COMBINE_LAUNCH": 0}),
+            ("-int4-summed-by-the-last", 4, {"COMBINE_LAUNCH": 0}),
+            ("-in-float32-parts", 16, {"SPLIT_K": 4, "PARTS_FP32": 1}),
+        )
+    },
+    **{
+        f"dequantize-{dtype}-int{bits}": partial(unpacked, dtype, bits, group)
+        for dtype, group in (("bf16", 128), ("fp32", 0))
+        for bits in (4, 8)
+    },
+    **{
+        f"plan-{rows}-{first_come}": partial(planned, rows, capacity=16, first_come=first_come, keep=True, local=True)
+        for rows, first_come in ((16, "token"), (512, "slot"), (4096, "token"))
+    },
+    "grouped-mlp": partial(grouped, "bf16", 512),
+    **{f"trained-mlp-bf16-{each}": partial(trained_mlp, "bf16", each, bias=True) for each in get_args(Activation)},
+    "trained-mlp-fp16-plain": partial(trained_mlp, "fp16", "swiglu", bias=False),
+    "trained-mlp-fp32-odd": partial(trained_mlp, "fp32", "swiglu", bias=True, shape=ODD),
+    "trained-linear-bf16": partial(trained_linear, "bf16", gates=True),
+    "trained-linear-bf16-grouped": partial(trained_linear, "bf16", rows="grouped", gates=True, narrow=True),
+    "trained-linear-fp16-pair": partial(trained_linear, "fp16", rows="pair"),
+    "trained-linear-fp32": partial(trained_linear, "fp32", gates=True, narrow=True),
+    "rotate-bf16": partial(turned, "bf16"),
+    "rotate-fp32": partial(turned, "fp32"),
+}
+"""Other shapes, and what the library offers beyond what services launch."""
+
+CALLS = SERVED | MORE
