@@ -87,18 +87,18 @@ async def test_requests_and_their_members_outlast_steps_of_redis_own_clock(
     stepping: tuple[RedisServer, Bench],
 ) -> None:
     server, _ = stepping
-    async with Deployment(server.url, max_attempts=100, stream_s=10 * HOUR_S) as deployment:
+    async with Deployment(server.url, lease_s=0.8, max_attempts=100, stream_s=10 * HOUR_S) as deployment:
         deployment.scheduler()
         workers = [deployment.worker(engine=SteppingEngine(step_s=0.01)) for _ in range(2)]
         client = await deployment.client()
         streams = await client.submit(*[[n] for n in range(4)], max_tokens=60, timeout_s=3 * HOUR_S)
         for seen, ahead in ((5, HOUR_S), (15, -HOUR_S), (25, -2 * HOUR_S), (35, 0)):
-            await eventually(lambda seen=seen: all(len(stream.tokens) >= seen for stream in streams))
+            await eventually(lambda seen=seen: all(len(stream.tokens) >= seen for stream in streams), limit_s=300)
             server.set_clock(ahead)
-        await eventually(lambda: all(stream.finish for stream in streams))
+        await eventually(lambda: all(stream.finish for stream in streams), limit_s=300)
         check(streams, 60)
         (late,) = await client.submit([9], max_tokens=5, timeout_s=60)
-        await eventually(lambda: late.finish)
+        await eventually(lambda: late.finish, limit_s=300)
         check([late], 5)
         assert all(not worker.task.done() for worker in workers)
 
