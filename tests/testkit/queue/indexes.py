@@ -2,80 +2,90 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import Any
 
 LIVE = ("queued", "claimed", "running", "lost")
+Contents = Mapping[str, Any]
+"""Keys without their prefix -> what they hold: members with scores, fields with values, lists, or a string."""
+_READ = """
+local found, P = {}, KEYS[1]
+for _, key in ipairs(redis.call('KEYS', P .. '*')) do
+  local kind, name, content = redis.call('TYPE', key).ok, string.sub(key, #P + 1), nil
+  if kind == 'zset' then content = redis.call('ZRANGE', key, 0, -1, 'WITHSCORES')
+  elseif kind == 'set' then content = redis.call('SMEMBERS', key)
+  elseif kind == 'list' then content = redis.call('LRANGE', key, 0, -1)
+  elseif kind == 'hash' then content = redis.call('HGETALL', key)
+  elseif kind == 'string' then content = redis.call('GETRANGE', key, 0, 20)
+  end
+  if content then found[#found + 1] = { name, kind, content } end
+end
+return cjson.encode(found)
+"""
+
+
+async def contents(redis: Any, prefix: str) -> Contents:
+    """All keys of a namespace but its streams, in one call."""
+    reply = await redis.eval(_READ, 1, prefix)
+    found: dict[str, Any] = {}
+    for name, kind, content in json.loads(reply.decode(errors="replace")):
+        values = list(content) if kind != "string" else content  # an empty table is {}
+        if kind == "zset":
+            found[name] = dict(zip(values[::2], map(float, values[1::2]), strict=True))
+        else:
+            found[name] = dict(zip(values[::2], values[1::2], strict=True)) if kind == "hash" else values
+    return found
 
 
 async def check(bench: Any) -> None:
     """Every index agrees with the records; nothing is in two places or in none."""
-    records = await _records(bench)
+    check_contents(await contents(bench.redis, bench.keys.prefix))
+
+
+def check_contents(found: Contents) -> None:
+    records = _under(found, "req:")
     by_state = {state: {i for i, r in records.items() if r["state"] == state} for state in LIVE}
     live = set().union(*by_state.values())
-    await _check_queues(bench, by_state["queued"])
-    assert names(await bench.redis.zrange(bench.keys.leases, 0, -1)) == live - by_state["queued"]
-    assert names(await bench.redis.zrange(bench.keys.prefix + "claims", 0, -1)) == by_state["claimed"]
-    await _check_credit(bench, records)
-    await _check_prompts(bench, [record for record in records.values() if record["state"] in LIVE])
+    _check_queues(found, by_state["queued"])
+    assert set(found.get("leases", ())) == live - by_state["queued"]
+    assert set(found.get("claims", ())) == by_state["claimed"]
+    _check_credit(found, records)
+    _check_prompts(found, [record for record in records.values() if record["state"] in LIVE])
     for kind, name in (("tenant:", "tenant"), ("owned:", "reply_to")):
-        indexed = set()
-        for key in await bench.redis.keys(bench.keys.prefix + kind + "*"):
-            members = await (bench.redis.zrange(key, 0, -1) if kind == "tenant:" else bench.redis.smembers(key))
-            indexed |= {(key.decode().removeprefix(bench.keys.prefix + kind), member) for member in names(members)}
+        indexed = {(key, member) for key, members in _under(found, kind).items() for member in members}
         assert indexed == {(records[request_id][name], request_id) for request_id in live}
 
 
-async def _records(bench: Any) -> dict[str, dict[str, str]]:
-    prefix = bench.keys.request("")
-    records = {}
-    for key in await bench.redis.keys(prefix + "*"):
-        values = await bench.redis.hgetall(key)
-        records[key.decode().removeprefix(prefix)] = {
-            name.decode(): value.decode(errors="replace") for name, value in values.items()
-        }
-    return records
+def _under(found: Contents, prefix: str) -> dict[str, Any]:
+    return {name.removeprefix(prefix): content for name, content in found.items() if name.startswith(prefix)}
 
 
-async def _check_queues(bench: Any, queued: set[str]) -> None:
-    redis, prefix = bench.redis, bench.keys.prefix
-    members, tokens, active = set(), 0, set()
-    for key in await redis.keys(prefix + "queue:[0-9]*"):
-        active.add(key.decode().removeprefix(prefix + "queue:"))
-        for member in await redis.zrange(key, 0, -1):
-            _, cost, request_id = member.decode().split(":", 2)
-            members.add(request_id)
-            tokens += int(cost)
-    assert members == queued == names(await redis.zrange(prefix + "deadlines", 0, -1))
-    assert await bench.depth() == (len(members), tokens)
-    rings: Counter[str] = Counter()
-    for priority in range(10):
-        ring = await redis.lrange(bench.keys.ring(priority), 0, -1)
-        rings.update(f"{priority}:{tenant.decode()}" for tenant in ring)
-        assert names(await redis.hkeys(bench.keys.deficit(priority))) == names(ring)
-    assert rings == Counter(active)
+def _check_queues(found: Contents, queued: set[str]) -> None:
+    waiting = {name: members for name, members in _under(found, "queue:").items() if name[0].isdigit()}
+    parts = [member.split(":", 2) for members in waiting.values() for member in members]
+    assert {request_id for _, _, request_id in parts} == queued == set(found.get("deadlines", ()))
+    stats = found.get("queue:stats", {})
+    assert int(stats.get("requests", 0)) == len(parts) == len(queued)
+    assert int(stats.get("tokens", 0)) == sum(int(cost) for _, cost, _ in parts)
+    rings, deficits = _under(found, "ring:"), _under(found, "deficit:")
+    assert {name: sorted(ring) for name, ring in rings.items()} == {name: sorted(d) for name, d in deficits.items()}
+    assert Counter(f"{name}:{tenant}" for name, ring in rings.items() for tenant in ring) == Counter(waiting.keys())
 
 
-async def _check_credit(bench: Any, records: dict[str, dict[str, str]]) -> None:
-    for state in await bench.scheduler.workers():
-        mine = {i: r for i, r in records.items() if r.get("holder") == state.info.id and r["state"] == "running"}
-        assert names(await bench.redis.hkeys(bench.keys.held(state.info.id))) == set(mine)
-        assert state.outstanding_requests == len(mine)
-        assert state.outstanding_tokens == sum(int(record["cost"]) for record in mine.values())
+def _check_credit(found: Contents, records: Mapping[str, Any]) -> None:
+    held = _under(found, "held:")
+    for name, worker in _under(found, "worker:").items():
+        mine = {i: r["cost"] for i, r in records.items() if r.get("holder") == name and r["state"] == "running"}
+        assert held.get(name, {}) == mine
+        assert int(worker["outstanding_tokens"]) == sum(map(int, mine.values()))
 
 
-async def _check_prompts(bench: Any, live: list[dict[str, str]]) -> None:
+def _check_prompts(found: Contents, live: list[dict[str, str]]) -> None:
     """Each prompt is there as long as a record or a dead letter needs it, and counts those."""
-    redis, prefix = bench.redis, bench.keys.prefix
-    dead = [await redis.hget(key, "prompt") for key in await redis.keys(prefix + "dead:*")]
-    needed = Counter([record["prompt"] for record in live] + [name.decode() for name in dead])
+    dead = [letter["prompt"] for letter in _under(found, "dead:").values()]
+    needed = Counter([record["prompt"] for record in live] + dead)
     del needed[""]
-    assert names(await redis.keys(prefix + "prompt:*")) == {f"{prefix}prompt:{name}" for name in needed}
-    refs = {name: int(await redis.get(f"{prefix}prompt_refs:{name}")) for name in needed}
-    assert refs == dict(needed)
-    assert len(await redis.keys(prefix + "prompt_refs:*")) == len(needed)
-
-
-def names(values: Iterable[bytes]) -> set[str]:
-    return {value.decode() for value in values}
+    assert set(_under(found, "prompt:")) == set(needed)
+    assert {name: int(refs) for name, refs in _under(found, "prompt_refs:").items()} == dict(needed)
