@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
@@ -27,6 +27,12 @@ FATES: list[Fate | None] = [*["go"] * 8, "lost before", "reply lost", None, None
 STEPS_MS = [300, 1500, 4000, round(1500 * LEASE_S), -2000, round(-3000 * LEASE_S)]
 SEEDS = st.integers(0, 2**32)
 """Of draws that need not shrink."""
+
+
+def _after(*fates: Fate) -> Callable[[], Fate | None]:
+    """The fates of the first calls; the next one waits."""
+    left = iter(fates)
+    return lambda: next(left, None)
 
 
 class QueueMachine(RuleBasedStateMachine):
@@ -120,6 +126,90 @@ class QueueMachine(RuleBasedStateMachine):
         if worker.operation is not None:
             self._await(world.go_on(worker, lambda: "go"))
 
+    @rule(seed=SEEDS, what=st.sampled_from(["claim", "assign", "release", "reap"]), after=st.integers(0, 4))
+    def a_leader_stands_still_while_another_comes(self, seed: int, what: str, after: int) -> None:
+        """The later one may be the same process, with what it claimed before."""
+        world, former = self.world, self.world.leader
+        world.draw = random.Random(seed)
+        if former.operation is not None:
+            return
+        self._await(world.whole(former, world.claim(former)))
+        claimed = list(former.claimed)
+        self._await(world.run(former, getattr(world, what)(former), _after(*["go"] * after)))
+        self._await(world.new_leader())
+        if former.operation is not None:
+            self._await(world.go_on(former, lambda: "go"))
+        world.leader.claimed = claimed
+        self._await(world.whole(world.leader, getattr(world, world.draw.choice(["assign", "release"]))(world.leader)))
+
+    @rule(seed=SEEDS)
+    def a_client_comes_back_elsewhere_in_the_midst_of_its_answer(self, seed: int) -> None:
+        self._round(seed, ["admit"])
+        self._round(seed, ["pump"])
+        world = self.world
+        for heir in map(world.gateways.__getitem__, world.idle(world.gateways)):
+            self._await(world.whole(heir, world.take_up(heir, begun=True)))
+
+    @rule(seed=SEEDS)
+    def two_workers_run_one_attempt_where_redis_was_set_back(self, seed: int) -> None:
+        world = self.world
+        world.draw = random.Random(seed)
+        idle = sorted(world.idle(world.workers))
+        if len(idle) < 2 or world.leader.operation is not None:
+            return
+        first, second = (world.workers[name] for name in world.draw.sample(idle, 2))
+        self._await(world.whole(world.leader, world.claim(world.leader)))
+        claimed = list(world.leader.claimed)
+        self._await(world.save())
+        self._await(world.whole(world.leader, world.assign(world.leader, first.name)))
+        self._await(world.whole(first, world.read(first)))
+        self._await(world.rewind())
+        world.leader.claimed = claimed
+        self._await(world.whole(world.leader, world.assign(world.leader, second.name)))
+        for action in world.draw.sample(["beat", "work", "give_up"], 2):
+            self._await(world.whole(first, getattr(world, action)(first)))
+
+    def _bereaved(self, seed: int) -> bool:
+        """Whether a worker died that held requests."""
+        self._round(seed, ["admit"])
+        busy = [name for name, worker in self.world.workers.items() if worker.held]
+        if busy:
+            self._await(self.world.notice_death(self.world.workers[self.world.draw.choice(sorted(busy))]))
+            self._await(self.world.add_worker())
+        return bool(busy)
+
+    @rule(seed=SEEDS)
+    def a_lost_attempt_is_never_resubmitted(self, seed: int) -> None:
+        """Its gateway lives, but does not read."""
+        world = self.world
+        if world.leader.operation is not None or not self._bereaved(seed):
+            return
+        for _ in range(5):
+            self._await(world.tick(round(500 * LEASE_S)))
+            for gateway in map(world.gateways.__getitem__, world.idle(world.gateways)):
+                self._await(world.whole(gateway, gateway.queue.heartbeat(LEASE_S)))
+            self._await(world.whole(world.leader, world.reap(world.leader)))
+        self._round(seed, ["pump"])
+
+    @rule(seed=SEEDS)
+    def a_resubmission_comes_again_when_its_attempt_is_lost(self, seed: int) -> None:
+        """Its reply was lost."""
+        self._round(seed, ["admit"])
+        world = self.world
+        own = [(g, r) for g in world.idle(world.gateways) for r in sorted(world.gateways[g].sim.live)]
+        if not own or world.leader.operation is not None or not (idle := world.idle(world.workers)):
+            return
+        gateway, name = world.gateways[(choice := world.draw.choice(own))[0]], choice[1]
+        resync = gateway.sim.resync(name, gateway.sim.live[name].attempt)
+        self._await(world.run(gateway, resync, _after("go", "reply lost")))
+        for _ in range(3):
+            self._await(world.whole(world.leader, world.claim(world.leader)))
+            self._await(world.whole(world.leader, world.assign(world.leader, idle[0])))
+        self._await(world.notice_death(world.workers[idle[0]]))
+        self._await(world.add_worker())
+        if gateway.operation is not None:
+            self._await(world.go_on(gateway, lambda: "go"))
+
     @rule(seed=SEEDS, data=st.data())
     def one_goes_on(self, seed: int, data: st.DataObject) -> None:
         if parked := self.world.parked:
@@ -173,7 +263,7 @@ def _run(server: RedisServer, examples: int, steps: int) -> None:
 
 
 def test_every_call_does_what_the_model_does(redis_server: RedisServer) -> None:
-    _run(redis_server, 16, 40)
+    _run(redis_server, 5, 24)
 
 
 @pytest.mark.night

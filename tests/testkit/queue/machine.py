@@ -267,13 +267,16 @@ class World:
             gateway.sim.end(request_id, "cancelled")
         await gateway.queue.cancel(left, left)
 
-    async def take_up(self, heir: Gateway) -> None:
-        """A client comes back to this gateway while the other one lives."""
-        others = [other for name, other in self.gateways.items() if name != heir.name and other.sim.live]
-        if not others:
+    async def take_up(self, heir: Gateway, *, begun: bool = False) -> None:
+        """A client comes back to this gateway while the other one lives; ``begun``: to an answer that has begun."""
+        records = self.model.records
+        live = [(o.sim, r) for name, o in self.gateways.items() if name != heir.name for r in sorted(o.sim.live)]
+        if begun:
+            live = [(sim, r) for sim, r in live if r in records and records[r].streamed]
+        if not live:
             return
-        former = self.draw.choice(others).sim
-        request = former.live.pop(self.draw.choice(sorted(former.live)))
+        former, request_id = self.draw.choice(live)
+        request = former.live.pop(request_id)
         fresh = structs.replace(request, token_ids=request.token_ids[: request.prompt_len], reply_to=heir.name)
         try:
             heir.sim.live[request.id] = await heir.queue.take_up(fresh, timeout_s=10**6)
@@ -289,13 +292,16 @@ class World:
 
     # What a worker does
 
-    async def work(self, worker: Worker) -> None:
+    async def read(self, worker: Worker) -> None:
         worker.last_id, messages = await worker.queue.read_inbox(worker.name, worker.last_id, 0)
         for message in messages:
             if not isinstance(message, Cancel):
                 worker.held[message.request.id] = message.request
             elif message.request_id in worker.held and worker.held[message.request_id].attempt <= message.attempt:
                 del worker.held[message.request_id]
+
+    async def work(self, worker: Worker) -> None:
+        await self.read(worker)
         events = [_next_token(request) for request in worker.held.values() if self.draw.random() < 0.8]
         gone = await worker.queue.publish(worker.name, events)
         for event in events:
