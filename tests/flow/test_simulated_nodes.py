@@ -15,7 +15,7 @@ FAST = Nodes(count=2, ranks=2, across_latency=0.0, across_bandwidth=1e12, inside
 
 def test_hierarchical_sends_less_across_a_slow_link() -> None:
     if (reason := obstacle() or delay_obstacle()) is not None:
-        pytest.skip(reason)
+        pytest.skip(f"hosts as network namespaces: {reason}")
     rows = Rows(tokens=32, row_bytes=4096, experts=32, top_k=4)
     case = Case(nodes=2, ranks=2, rows=rows, mbit=50, delay_s=0.002, repeats=5)
     found = measure(case)

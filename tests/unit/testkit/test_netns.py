@@ -76,7 +76,7 @@ def test_hosts_reach_each_other_and_nothing_else(network: Network) -> None:
 
 def test_a_delay_holds_every_frame_keeps_order_and_ends(network: Network) -> None:
     if (reason := delay_obstacle()) is not None:
-        pytest.skip(reason)
+        pytest.skip(f"hosts as network namespaces: {reason}")
     host = network.host("a")
     with echo(host), socket.create_connection((host.address, 7), 20) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -121,7 +121,7 @@ os.kill(os.getpid(), 9)
 
 def test_what_a_killed_test_left_behind_is_swept(network: Network) -> None:
     if (reason := delay_obstacle()) is not None:
-        pytest.skip(reason)
+        pytest.skip(f"hosts as network namespaces: {reason}")
     tests = str(Path(__file__).parents[2])
     command = [sys.executable, "-c", ABANDONED]
     killed = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=tests)
@@ -147,7 +147,7 @@ def _runs(pid: str) -> bool:
 
 def test_nothing_is_left_behind() -> None:
     if (reason := obstacle()) is not None:
-        pytest.skip(reason)
+        pytest.skip(f"hosts as network namespaces: {reason}")
     with open_network() as network:
         host = network.host("a")
         left = subprocess.Popen(host.command(["sleep", "600"]))
