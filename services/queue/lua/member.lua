@@ -55,12 +55,13 @@ local function claim_model(claim, lease_ms, good_until)
   local mine = {}
   mine.model, mine.weights = string.match(claim, '^([^/]*)/?(.*)$')
   if mine.weights == '' then mine.weights = nil end
+  local names = { model = P .. 'model', weights = P .. 'weights' }
   for _, key in ipairs({ 'model', 'weights' }) do
-    local served = mine[key] and value_of(P .. key)
+    local served = mine[key] and value_of(names[key])
     if served and served ~= mine[key] and good_until <= NOW then return disagreement('FINGERPRINT', served, key) end
     if served and served ~= mine[key] then note(key) end
   end
-  for key, value in pairs(mine) do redis.call('SET', P .. key, value, 'PX', 2 * lease_ms) end
+  for key, value in pairs(mine) do redis.call('SET', names[key], value, 'PX', 2 * lease_ms) end
 end
 
 -- When the claim of a member's last heartbeat expires: two leases after it; 0 for one that has no lease.
