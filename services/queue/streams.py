@@ -79,9 +79,12 @@ class StreamReader:
         """Returns entries of a stream that Redis forgot and that began again after its clock had stepped back: their
         ids are below what this reader has trimmed. Reads on would wait until the clock is there again."""
         trimmed = _number(self._trimmed.last_id)  # before the call: what is trimmed during it may be in the reply
-        reply = await command(self._redis, "XREAD", "COUNT", self._count, "STREAMS", self._key, FIRST_ID)
-        entries: Sequence[tuple[bytes, Mapping[bytes, bytes]]] = reply[0][1] if reply else ()
-        return entries if entries and _number(entries[0][0].decode()) < trimmed else ()
+        oldest = await self._from_its_start(1)  # an idle reader asks each time, and for no more than it needs
+        return await self._from_its_start(self._count) if oldest and _number(oldest[0][0].decode()) < trimmed else ()
+
+    async def _from_its_start(self, count: int) -> Sequence[tuple[bytes, Mapping[bytes, bytes]]]:
+        reply = await command(self._redis, "XREAD", "COUNT", count, "STREAMS", self._key, FIRST_ID)
+        return reply[0][1] if reply else ()
 
     def _taken(self, entries: Sequence[tuple[bytes, Mapping[bytes, bytes]]]) -> tuple[str, list[Mapping[bytes, bytes]]]:
         size = sum(len(value) for _, fields in entries for value in fields.values())

@@ -50,12 +50,10 @@ class _Request:
     refused_at: float | None = None
     refused: bool = False
     ended: bool = False
-    ok: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    key: str
     begin: float
     end: float
 
@@ -223,12 +221,12 @@ class _Checker:
             waited = line.at - request.last_at
             self._found.longest_gap_s = max(self._found.longest_gap_s, waited)
             if waited >= self._long_s:
-                self._gaps.append(Gap(line.key, request.last_at, line.at))
+                self._gaps.append(Gap(request.last_at, line.at))
         request.known, request.last_at = request.brought, line.at
 
     def _end(self, request: _Request, line: Line) -> None:
         wanted = self._answers[request.job]
-        request.ended = request.ok = True
+        request.ended = True
         if not request.admitted:
             self._wrong("early", line)
         elif request.brought < len(wanted.ids):

@@ -55,10 +55,13 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("lane") == "all" or (found := changed(night_commit())) is None:
         return
-    left_out = [item for item in items if _of_the_night(item, found)]
+    taken: list[pytest.Item] = []
+    left_out: list[pytest.Item] = []
+    for item in items:
+        (left_out if _of_the_night(item, found) else taken).append(item)
     if left_out:
         config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if not _of_the_night(item, found)]
+        items[:] = taken
 
 
 def _of_the_night(item: pytest.Item, found: frozenset[str]) -> bool:
