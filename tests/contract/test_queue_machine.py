@@ -266,6 +266,7 @@ def test_every_call_does_what_the_model_does(redis_server: RedisServer) -> None:
     _run(redis_server, 5, 24)
 
 
-@pytest.mark.night
+@pytest.mark.night("services/queue", "tests/testkit/queue")
+@pytest.mark.timeout(2400)
 def test_every_call_does_what_the_model_does_all_night(redis_server: RedisServer) -> None:
-    _run(redis_server, 400, 80)
+    _run(redis_server, 150, 80)

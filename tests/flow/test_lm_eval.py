@@ -34,14 +34,13 @@ def write_task(folder: Path) -> None:
 
 
 def loglikelihoods(model: str, model_args: dict[str, Any], folder: Path) -> list[float]:
-    from lm_eval import simple_evaluate
-    from lm_eval.tasks import TaskManager
-
-    result = simple_evaluate(
+    lm_eval = pytest.importorskip("lm_eval")
+    tasks = pytest.importorskip("lm_eval.tasks")
+    result = lm_eval.simple_evaluate(
         model=model,
         model_args=model_args,
         tasks=["pocket"],
-        task_manager=TaskManager(include_path=str(folder), include_defaults=False),
+        task_manager=tasks.TaskManager(include_path=str(folder), include_defaults=False),
         log_samples=True,
         bootstrap_iters=0,
         batch_size=1,

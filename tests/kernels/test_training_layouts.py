@@ -35,9 +35,9 @@ REFUSED = {"parallel_linear": {"x", "w"}, "sparse_mlp": {"x", "w_in", "w_out"}}
 grids: dict[str, list[tuple[Any, ...]]] = {}
 
 
-def grid(op: str, words: str, *axes: list[Any]) -> pytest.MarkDecorator:
-    """Parametrise by names of tensors, layouts, paths and ``axes``, so that every two of them meet."""
-    rows = pairwise(ODD, PATHS, *axes)
+def grid(op: str, words: str, *axes: list[Any], also: tuple[Any, ...] = ()) -> pytest.MarkDecorator:
+    """Parametrise by layouts, paths and ``axes``, so that every two of them meet; ``also`` is one row more."""
+    rows = pairwise(ODD, PATHS, *axes) + ([also] if also else [])
     grids.setdefault(op, []).extend(rows)
     return pytest.mark.parametrize(f"layout, path, {words}", rows)
 
@@ -124,7 +124,7 @@ def test_module(name: str, layout: Any) -> None:
     assert_as_contiguous(run, given, name, layout)
 
 
-@grid("MixtureOfAttention", "name", ["x", "gates", "positions"])
+@grid("MixtureOfAttention", "name", ["x", "gates", "positions"], also=(transposed, "triton", "positions"))
 def test_attention(name: str, layout: Any) -> None:
     torch.manual_seed(0)
     module = MixtureOfAttention(8, 4, heads=2, experts=3, top_k=2)
@@ -169,7 +169,10 @@ PAIR_OPS: dict[str, tuple[Run, Tensors]] = {
 }
 
 
-@grid("parts", "op_and_name", [(op, name) for op, (_, given) in PAIR_OPS.items() for name in given])
+PARTS = [(op, name) for op, (_, given) in PAIR_OPS.items() for name in given]
+
+
+@grid("parts", "op_and_name", PARTS, also=(transposed, "triton", ("grouped_gemm", "x")))
 def test_what_they_are_made_of(op_and_name: tuple[str, str], layout: Any) -> None:
     op, name = op_and_name
     run, given = PAIR_OPS[op]
@@ -180,4 +183,4 @@ def test_what_they_are_made_of(op_and_name: tuple[str, str], layout: Any) -> Non
 @pytest.mark.parametrize("path", ["torch"])
 def test_the_grids_hold_so_many_refusals() -> None:
     refused = {op: sum(name in REFUSED[op] for _, _, name, *_ in grids[op]) for op in REFUSED}
-    assert (sum(map(len, grids.values())), refused) == (152, {"parallel_linear": 16, "sparse_mlp": 12})
+    assert (sum(map(len, grids.values())), refused) == (154, {"parallel_linear": 16, "sparse_mlp": 12})

@@ -13,6 +13,7 @@ takes every test. ``--results=FILE`` writes a JSON line for each test, which :mo
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import os
 import subprocess
@@ -25,8 +26,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 RECORD = ROOT / "tests/night.json"
-"""The last run of all tests that was green: its commit, and tests, seconds and lines by room."""
-
+"""The last run of all tests that was green: its commit, what its tests followed, and figures by room."""
 
 LANES = ROOT / "tests/lanes.toml"
 
@@ -39,36 +39,49 @@ def add_options(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if (path := config.getoption("results")) is not None and not hasattr(config, "workerinput"):
+    if (path := config.getoption("results")) is not None and not _worker(config):
         config.pluginmanager.register(_Results(path))
 
 
-def pytest_report_header(config: pytest.Config) -> str | None:
-    if config.getoption("lane") == "all":
-        return None
-    found = changed(night_commit())
-    if found is None:
-        return f"lane: everything, as the history has no {night_commit()[:12]}, whose night is recorded"
-    return f"lane: commit; {len(found)} files changed since the night of {night_commit()[:12]}"
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Says which paths have changed, and so why a commit's run was long; pytest shows no header with -q."""
+    if config.getoption("lane") == "commit":
+        recorded = followed_at_night()
+        changed = [path for path in sorted(recorded) if recorded[path] != digest(path)]
+        terminalreporter.line(
+            f"lane: {len(changed)} of {len(recorded)} paths changed since the night {' '.join(changed)}".rstrip()
+        )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("lane") == "all" or (found := changed(night_commit())) is None:
+    if config.getoption("lane") == "all":
+        if (results := config.getoption("results")) is not None and _worker(config) in ("", "gw0"):
+            paths = sorted({path for item in items for path in followed(item)})
+            results.parent.mkdir(parents=True, exist_ok=True)
+            results.with_suffix(".followed").write_text(json.dumps({path: digest(path) for path in paths}))
         return
+    recorded = followed_at_night()
     taken: list[pytest.Item] = []
     left_out: list[pytest.Item] = []
     for item in items:
-        (left_out if _of_the_night(item, found) else taken).append(item)
+        paths = followed(item)
+        of_the_night = bool(paths) and all(recorded.get(path) == digest(path) for path in paths)
+        (left_out if of_the_night else taken).append(item)
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = taken
 
 
-def _of_the_night(item: pytest.Item, found: frozenset[str]) -> bool:
+def _worker(config: pytest.Config) -> str:
+    """The name of the process among those of one run; "" where there is only one."""
+    return str(getattr(config, "workerinput", {}).get("workerid", ""))
+
+
+def followed(item: pytest.Item) -> list[str]:
+    """Paths, from the root, whose changes bring a test of the night back; none for a test of every run."""
     file = str(item.path.relative_to(ROOT))
-    followed = [path for mark in item.iter_markers("night") for path in (file, *mark.args)]
-    followed += [path for folder, paths in _folders().items() if below(file, folder) for path in (folder, *paths)]
-    return bool(followed) and not any(below(name, path) for name in found for path in followed)
+    paths = [path for mark in item.iter_markers("night") for path in (file, *mark.args)]
+    return paths + [path for folder, of in _folders().items() if below(file, folder) for path in (folder, *of)]
 
 
 def below(name: str, path: str) -> bool:
@@ -85,25 +98,34 @@ def _folders() -> dict[str, list[str]]:
     return {each["tests"]: [*each["follows"], *read["everywhere"]] for each in read["folder"]}
 
 
-def night_commit() -> str:
-    """The commit of :data:`RECORD`; "" where no night is recorded."""
-    return str(json.loads(RECORD.read_text())["commit"]) if RECORD.exists() else ""
+def followed_at_night() -> dict[str, str]:
+    """Paths and what :func:`digest` gave for them in the run of :data:`RECORD`; empty where none is recorded."""
+    return dict(json.loads(RECORD.read_text()).get("followed", {})) if RECORD.exists() else {}
 
 
 @functools.cache
-def changed(commit: str) -> frozenset[str] | None:
-    """Files that differ from ``commit``, uncommitted ones included. None where git or the history does not know it."""
+def digest(path: str) -> str:
+    """A hash of the names and contents of the files at or under ``path``, but for what git ignores.
+
+    It needs no history, so it is the same in a clone of one commit and in a copy without git.
+    """
+    hashed = hashlib.sha256()
+    for name in _files():
+        if below(name, path) and (ROOT / name).is_file():
+            hashed.update(f"{name}\0".encode() + hashlib.sha256((ROOT / name).read_bytes()).digest())
+    return hashed.hexdigest()[:16]
+
+
+@functools.cache
+def _files() -> list[str]:
+    """All files of the repository, sorted."""
+    words = ["git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard"]
     try:
-        differing = _git("diff", "--name-only", commit, "--") if commit else None
-        added = _git("ls-files", "--others", "--exclude-standard")
+        run = subprocess.run(words, check=True, capture_output=True, text=True)
     except (OSError, subprocess.CalledProcessError):
-        return None
-    return None if differing is None else frozenset(differing + added)
-
-
-def _git(*words: str) -> list[str]:
-    run = subprocess.run(["git", "-C", str(ROOT), *words], check=True, capture_output=True, text=True)
-    return run.stdout.splitlines()
+        found = (str(path.relative_to(ROOT)) for path in ROOT.rglob("*") if path.is_file())
+        return sorted(name for name in found if "__pycache__" not in name)
+    return sorted(set(run.stdout.splitlines()))
 
 
 @pytest.hookimpl(wrapper=True)

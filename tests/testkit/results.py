@@ -97,7 +97,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for fault in faults:
         print(f"SKIPS: {fault}")
     if options.record and not faults and not failed:
-        RECORD.write_text(json.dumps(_record(rooms), indent=2) + "\n")
+        record = _record(rooms) | {"followed": _followed(options.files)}
+        RECORD.write_text(json.dumps(record, indent=2) + "\n")
     return 1 if faults or failed or not tests else 0
 
 
@@ -163,6 +164,14 @@ def _record(rooms: Mapping[str, Room]) -> dict[str, Any]:
     for name, lines in lines_by_room().items():
         figures.setdefault(name, {})["lines"] = lines
     return {"commit": commit.stdout.strip(), "date": datetime.date.today().isoformat(), "rooms": figures}
+
+
+def _followed(files: Iterable[Path]) -> dict[str, str]:
+    """What :mod:`testkit.lanes` noted next to each file of results."""
+    found: dict[str, str] = {}
+    for path in files:
+        found |= json.loads(path.with_suffix(".followed").read_text())
+    return dict(sorted(found.items()))
 
 
 def lines_by_room() -> dict[str, int]:

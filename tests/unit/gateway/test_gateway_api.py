@@ -123,8 +123,9 @@ async def test_prompts_as_text_and_token_ids(gateway, script, prompt):
         assert sent == (prompt if isinstance(prompt[0], list) else [prompt])
 
 
+@pytest.mark.night
 async def test_echoed_logprobs_as_lm_eval_reads_them(gateway, script):
-    from lm_eval.models.openai_completions import LocalCompletionsAPI
+    completions = pytest.importorskip("lm_eval.models.openai_completions")
 
     prompts = [gateway.ids("the quick brown fox"), gateway.ids("hello world")]
     gateway.queue.answer = lambda request: script.events(request, gateway.ids("!"))
@@ -140,7 +141,7 @@ async def test_echoed_logprobs_as_lm_eval_reads_them(gateway, script):
     answer = await gateway.http.post("/v1/completions", json=body)
     assert answer.status_code == 200
     lengths = [len(prompt) for prompt in prompts]
-    found = LocalCompletionsAPI.parse_logprobs(answer.json(), ctxlens=[2, 1])
+    found = completions.LocalCompletionsAPI.parse_logprobs(answer.json(), ctxlens=[2, 1])
     assert found == [(-0.25 * (lengths[0] - 2), True), (-0.25 * (lengths[1] - 1), True)]
     logprobs = answer.json()["choices"][0]["logprobs"]
     assert logprobs["token_logprobs"][0] is None
@@ -386,10 +387,11 @@ async def test_models_tokenizer_and_operations(gateway):
     assert (await gateway.http.get("/health")).json() == {"status": "ok"}
 
 
+@pytest.mark.night
 async def test_lm_eval_takes_the_server_for_a_remote_tokenizer(gateway):
-    from lm_eval.utils import check_remote_tokenizer_support
+    utils = pytest.importorskip("lm_eval.utils")
 
-    assert await asyncio.to_thread(check_remote_tokenizer_support, f"{gateway.url}/v1/completions")
+    assert await asyncio.to_thread(utils.check_remote_tokenizer_support, f"{gateway.url}/v1/completions")
 
 
 async def test_ready_names_what_is_missing(gateway):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import tomllib
 from pathlib import Path
@@ -51,12 +52,18 @@ def project(pytester: pytest.Pytester) -> Path:
     (pytester.path / "kernels/plan/kernel.py").write_text("")
     git(pytester.path, "add", "--all")
     git(pytester.path, "-c", "user.name=n", "-c", "user.email=e", "commit", "--quiet", "--message", "all")
-    (pytester.path / "night.json").write_text(json.dumps({"commit": git(pytester.path, "rev-parse", "HEAD")}))
+    record(pytester)
     return pytester.path
 
 
 def git(at: Path, *words: str) -> str:
     return subprocess.run(["git", *words], cwd=at, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def record(pytester: pytest.Pytester) -> None:
+    ran(pytester, "--lane=all")
+    followed = json.loads((pytester.path / "r.followed").read_text())
+    (pytester.path / "night.json").write_text(json.dumps({"followed": followed}))
 
 
 def ran(pytester: pytest.Pytester, *words: str) -> set[str]:
@@ -83,10 +90,17 @@ def test_a_commit_runs_what_is_not_of_the_night_and_what_follows_a_change(
     assert ran(pytester, "--lane=commit") == ALL
 
 
-@pytest.mark.parametrize("record", ["", json.dumps({"commit": "0123456789"})], ids=["none", "of a lost history"])
-def test_without_a_known_night_everything_runs(record: str, project: Path, pytester: pytest.Pytester) -> None:
-    (project / "night.json").write_text(record) if record else (project / "night.json").unlink()
+@pytest.mark.parametrize("recorded", ["", json.dumps({"commit": "0123456789"})], ids=["none", "of an earlier form"])
+def test_without_a_known_night_everything_runs(recorded: str, project: Path, pytester: pytest.Pytester) -> None:
+    (project / "night.json").write_text(recorded) if recorded else (project / "night.json").unlink()
     assert ran(pytester, "--lane=commit") == ALL
+
+
+def test_a_copy_without_git_runs_the_same(project: Path, pytester: pytest.Pytester) -> None:
+    shutil.rmtree(project / ".git")
+    assert ran(pytester, "--lane=commit") == EACH_TIME
+    (project / "kernels/plan/kernel.py").write_text("changed")
+    assert ran(pytester, "--lane=commit") == EACH_TIME | WITH_THE_PLAN
 
 
 def test_results_say_what_was_skipped_and_what_it_cost(project: Path, pytester: pytest.Pytester) -> None:
@@ -103,9 +117,7 @@ def test_a_folder_follows_what_the_table_says(project: Path, pytester: pytest.Py
     )
     (project / "slow").mkdir()
     (project / "slow/test_slow.py").write_text("def test_slow(): pass\n")
-    git(project, "add", "--all")
-    git(project, "-c", "user.name=n", "-c", "user.email=e", "commit", "--quiet", "--message", "slow")
-    (project / "night.json").write_text(json.dumps({"commit": git(project, "rev-parse", "HEAD")}))
+    record(pytester)
     assert ran(pytester, "--lane=commit") == EACH_TIME
     (project / "kernels/new.py").write_text("")
     assert ran(pytester, "--lane=commit") == EACH_TIME | {"slow"}

@@ -64,8 +64,10 @@ def test_the_exit_code_says_whether_all_is_well(
     file = tmp_path / "no-such-run/all.jsonl"
     file.parent.mkdir()
     file.write_text(json.dumps(line("tests/flow/test_a.py::x", outcome, reason="never heard of")) + "\n")
+    file.with_suffix(".followed").write_text('{"kernels": "0123"}')
     assert main([str(file), "--record"]) == code
     assert (tmp_path / "night.json").exists() == (code == 0)
+    assert code or json.loads((tmp_path / "night.json").read_text())["followed"] == {"kernels": "0123"}
 
 
 def test_a_run_without_tests_is_a_failure(tmp_path: Path) -> None:
