@@ -39,7 +39,7 @@ CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 BUILD_ARGS = $(if $(PIP_INDEX_URL),--build-arg PIP_INDEX_URL=$(PIP_INDEX_URL))
 IMAGE = $(BUILD) -f helm/images/Dockerfile $(BUILD_ARGS)
 
-.PHONY: env run test test-all gpu-test gpu1-test lint types imports check bench-cpu chaos abuse abuse-soak abuse-crowds abuse-pauses fleet fleet-nodes demo-model chart manifests images images-cuda cluster-test cluster-dry \
+.PHONY: env run test test-all gpu-test gpu1-test lint types imports check bench-cpu chaos leaks abuse abuse-soak abuse-crowds abuse-pauses fleet fleet-nodes demo-model chart manifests images images-cuda cluster-test cluster-dry \
   constraints locks clean
 
 env: $(STAMP)
@@ -99,6 +99,10 @@ bench-cpu: env
 chaos: env
 	PYTHONPATH=tests:examples/pocket-moe $(BIN)/python -m chaos --minutes $(CHAOS_MINUTES) --seed $(CHAOS_SEED) \
 	  --json $(CHAOS_OUT)/chaos.json --svg $(CHAOS_OUT)/chaos.svg $(CHAOS_ARGS)
+
+# An hour. LEAKS_ARGS='--minutes 2': see --help.
+leaks: env
+	PYTHONPATH=tests:examples/pocket-moe $(BIN)/python -m chaos.leaks --json $(CHAOS_OUT)/leaks.json $(LEAKS_ARGS)
 
 # As root the memory limits are cgroups, sockets included; without, RLIMIT_DATA. ABUSE_ARGS='-k heads': some of them.
 abuse: env
