@@ -333,9 +333,7 @@ async def test_a_leader_that_was_paused_neither_assigns_nor_publishes(floor):
         assert await stage.table() == table
         assert (await floor.seats())["b"].assigned is None
         floor.e, stage.placement = epoch, ExpertPlacement(floor.registry, floor.reader, groups=1)
-        await stage.until(lambda: stage.tasks["b"][0].status == "ready")
-        await stage.placement.turn(epoch)
-        assert set(await stage.listed()) == {"a", "b"}
+        await stage.until_listed("a", "b")
 
 
 async def test_a_dismissed_worker_leaves(floor):
@@ -401,8 +399,7 @@ async def test_a_worker_whose_experts_died_gives_its_seat_up_and_fails(floor):
         worker.serving.failure = MemoryError("no more")
         await stage.death_of("a", ServingFailed)
         assert set(await floor.seats()) == {"b"}
-        await stage.placement.turn(floor.e)
-        assert set(await stage.listed()) == {"b"}
+        await stage.until_listed("b")
 
 
 async def test_another_model_in_the_same_namespace_gets_a_table_of_its_own(floor):
