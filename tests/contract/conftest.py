@@ -201,7 +201,7 @@ class Bench:
         return [request.id for request in claimed]
 
 
-@pytest.fixture(scope="session", params=[CHARTED, pytest.param(OLDEST, marks=pytest.mark.night)])
+@pytest.fixture(scope="session", params=[CHARTED, pytest.param(OLDEST, marks=pytest.mark.night("services/queue/lua"))])
 def redis_server(request: pytest.FixtureRequest) -> Iterator[RedisServer]:
     try:
         binary = binary_of(request.param)
