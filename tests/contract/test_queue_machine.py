@@ -269,4 +269,4 @@ def test_every_call_does_what_the_model_does(redis_server: RedisServer) -> None:
 @pytest.mark.night("services/queue", "tests/testkit/queue")
 @pytest.mark.timeout(2400)
 def test_every_call_does_what_the_model_does_all_night(redis_server: RedisServer) -> None:
-    _run(redis_server, 150, 80)
+    _run(redis_server, 80, 80)

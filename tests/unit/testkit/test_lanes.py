@@ -41,8 +41,9 @@ def test_refuses(): pytest.skip("not here")
 
 
 @pytest.fixture
-def project(pytester: pytest.Pytester) -> Path:
+def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A repository of one file of tests, whose night is recorded."""
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     pytester.makeconftest(CONFTEST)
     pytester.makepyfile(test_all=TESTS)
     pytester.makeini("[pytest]\nmarkers = night: at night")
