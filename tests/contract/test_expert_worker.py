@@ -469,6 +469,11 @@ async def test_after_redis_lost_everything_the_first_table_lists_all_that_it_lis
         floor.e = floor.bench.epoch
         stage.placement = ExpertPlacement(floor.registry, floor.reader, groups=2)
         delay(workers[2], 0.3)
+
+        async def one_is_back() -> bool:
+            return bool(await floor.seats())
+
+        await eventually(one_is_back, "a seat that was there before")  # it says that there was a table
         stage.start("new")
         await stage.until(lambda: link.tables[-1].epoch > before.epoch)
         after = link.tables[-1]
