@@ -33,7 +33,7 @@ from chaos.load import Job, Load, faults_of, jobs
 MIB = 2**20
 MEMORY_MIB, MEMORY_SHARE = 4.0, 0.03
 """Growth of memory from the second quarter of a run to the last that counts as none: allocators keep what is free."""
-FEW = {"descriptors": 2, "threads": 1, "keys": 8}
+FEW = {"descriptors": 8, "threads": 1, "keys": 8}
 """More of these after the load, at rest, than before it, that count as none: pools keep a connection or two."""
 WARM_UP_S = 20.0
 """Of the same load, before the first look: pools of connections and threads reach their size."""
