@@ -1,5 +1,5 @@
 # make run    set up .venv, serve a small demo model, stream a completion from it, keep serving
-# make test   set up .venv, run the tests of every commit: without those of the night that follow nothing changed
+# make test   set up .venv, run what a change can have turned red since the last make test-all, and what users do first
 # make test-all  every test there is but those of a cluster, and chaos; writes tests/night.json, from which `make test`
 #             knows what has changed since
 # make gpu1-test  engine, kernels, memory and a whole server on one GPU; make gpu-test  the links between GPUs, on a machine

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,35 +17,6 @@ from testkit.models.regimes import REGIMES, REGIMES_AND_ROWS, regime
 from moe_kernels import backend
 
 assert backend.INTERPRETED, "tests/conftest.py sets TRITON_INTERPRET=1; run pytest from the root of the repository"
-
-
-NIGHT = {
-    "test_first_derivative": "test_create_graph_is_refused",
-    "test_fused_moe_quantised": "test_equals_the_weights_values",
-    "test_grouped_outer": "test_equals_the_loop",
-    "test_mixture_of_attention": "test_kernels_equal_the_loop",
-    "test_parallel_linear": "test_equals_the_loop",
-    "test_parallel_linear_gradients": "test_equal_the_loops",
-    "test_quant": "test_every_column_is_where_the_layout_says",
-    "test_quant_dequant": "test_every_byte_of_four_bits",
-    "test_sparse_mlp": "test_equals_the_loop",
-    "test_sparse_mlp_plan": "test_forward_and_gradients",
-    "test_training_layouts": "test_combine",
-}
-"""Files on training and quantised weights, which no service imports; of the test named, one case runs by day, too."""
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark those files for the night, but for the last case of one test: kernels come after plain torch."""
-    items = [item for item in items if item.path.parent == Path(__file__).parent]
-    kept = {}
-    for item in items:
-        if NIGHT.get(item.path.stem) == getattr(item, "originalname", None):
-            kept[item.path.stem] = item
-    for item in items:
-        if item.path.stem in NIGHT and item not in kept.values():
-            item.add_marker("night")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -10,7 +10,6 @@ import re
 import pytest
 from testkit.gpu import aot
 
-NIGHT = pytest.mark.night("kernels/moe_kernels")
 SENDS = ["send_rows_kernel", "send_answers_kernel", "send_joined_kernel"]
 FEW, MANY = "exchange-bf16-8", "exchange-fp32-512-unsummed"
 """Pairs are counted while rows are taken, or when answers are sent."""
@@ -43,7 +42,7 @@ def test_gate_and_up_are_one_instruction_of_full_width() -> None:
         ("decode-bf16-32-4-128", "paged_decode_kernel", r"cp\.async\.cg\.shared\.global \[.*?0x10"),
         (FEW, "gather_joined_kernel", r"ld\.global\S*\.cg\S*\.v4"),
         (FEW, "gather_joined_kernel", r"st\.global\.v4"),
-        pytest.param("trained-linear-bf16", "clear_absent_kernel", r"st\.global\.v4", marks=NIGHT),
+        pytest.param("trained-linear-bf16", "clear_absent_kernel", r"st\.global\.v4"),
     ],
 )
 def test_rows_are_moved_16_bytes_at_a_time(call: str, kernel: str, instruction: str) -> None:
@@ -70,7 +69,7 @@ def test_a_plan_has_no_atomics_but_the_histograms(call: str, kernel: str) -> Non
 
 
 @pytest.mark.parametrize("kernel", ["gemv_in_kernel", "gemv_down_kernel"])
-@pytest.mark.parametrize("call", ["experts-bf16-1", *(pytest.param(call, marks=NIGHT) for call in QUANTISED)])
+@pytest.mark.parametrize("call", ["experts-bf16-1", *QUANTISED])
 def test_one_tokens_weights_come_in_chunks_and_threads_exchange_only_sums(call: str, kernel: str) -> None:
     """One warp has no barrier; its sums go through shuffles. Layouts that differ would put tiles into shared memory."""
     found = launch(call, kernel)
@@ -82,7 +81,6 @@ def test_one_tokens_weights_come_in_chunks_and_threads_exchange_only_sums(call: 
     aot.assert_no_i2f(compiled)
 
 
-@NIGHT
 @pytest.mark.parametrize("kernel", ["gemv_in_kernel", "gemv_down_kernel"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_one_tokens_int4_codes_cost_one_logic_instruction_a_product(dtype: str, kernel: str) -> None:
@@ -90,7 +88,6 @@ def test_one_tokens_int4_codes_cost_one_logic_instruction_a_product(dtype: str, 
     assert 0.8 < compiled.count("LOP3") / compiled.count("FFMA") < 1.25
 
 
-@NIGHT
 def test_the_second_launch_asks_for_weights_before_it_waits() -> None:
     """Where it is tuned to have a tile ahead in registers."""
     second = launch("experts-bf16-1-int4-wide", "gemv_down_kernel")
@@ -104,7 +101,6 @@ def test_the_first_launch_lets_the_second_begin_at_once() -> None:
     assert "ld.global" not in ptx[: ptx.index("griddepcontrol.launch_dependents")]
 
 
-@NIGHT
 @pytest.mark.parametrize("kernel", ["small_in_kernel", "small_down_kernel"])
 @pytest.mark.parametrize("call", ["experts-bf16-16-int4", "experts-bf16-16-int8", "experts-fp16-16-int4"])
 def test_quantised_weights_are_unpacked_where_they_lie(call: str, kernel: str) -> None:
@@ -114,7 +110,6 @@ def test_quantised_weights_are_unpacked_where_they_lie(call: str, kernel: str) -
     assert compiled.count("PRMT") < 48
 
 
-@NIGHT
 @pytest.mark.parametrize("call", ["experts-bf16-16-summed-by-the-last", "experts-bf16-16-int4-summed-by-the-last"])
 def test_whoever_comes_last_sees_all_parts(call: str) -> None:
     """All threads store, one counts with release and acquire, all load past the L1."""
@@ -167,13 +162,11 @@ def test_nothing_reads_flags_of_a_member_that_its_host_knows_is_out(call: str) -
     assert "bar.sync" in ptx[read : ptx.index("st.global", read)]
 
 
-@NIGHT
 @pytest.mark.parametrize("kernel", ["activation_forward_kernel", "activation_backward_kernel"])
 def test_eight_blocks_of_four_warps_hide_the_memory(kernel: str) -> None:
     assert code("trained-mlp-bf16-swiglu", kernel).registers <= 64
 
 
-@NIGHT
 @pytest.mark.parametrize("call", ["dequantize-bf16-int4", "dequantize-bf16-int8", "dequantize-fp32-int4"])
 def test_dequantising_converts_no_integers(call: str) -> None:
     aot.assert_no_i2f(code(call, "dequantize_kernel"))

@@ -11,8 +11,7 @@ from testkit.gpu import aot
 from testkit.gpu.absent import GPUS
 from testkit.gpu.calls import MORE, SERVED
 
-NIGHT = pytest.mark.night("kernels/moe_kernels")
-CALLS = [*SERVED, *(pytest.param(call, marks=NIGHT) for call in MORE)]
+CALLS = [*SERVED, *MORE]
 PRODUCTS = {
     "grouped_gemm_kernel", "swapped_gemm_kernel", "small_in_kernel", "small_down_kernel", "grouped_outer_kernel",
 }  # fmt: skip
@@ -54,7 +53,6 @@ def test_each_launch_compiles_for_an_h200(call: str) -> None:
     assert spilling == SPILLS.get(call, set())
 
 
-@NIGHT
 @pytest.mark.parametrize("gpu", ["sm_80", "sm_100"])
 @pytest.mark.parametrize("call", SERVED)
 def test_each_launch_compiles_for_other_gpus(call: str, gpu: str) -> None:

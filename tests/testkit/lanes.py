@@ -1,13 +1,14 @@
 """Which tests a run takes, and how long each of them took.
 
-``--lane commit`` leaves out the tests that are marked ``night``, unless what they follow has changed since the last
-night that is recorded (:data:`RECORD`)::
+``--lane all``, which is also what a plain ``pytest`` does, takes every test. ``--lane commit`` leaves out those that
+nothing can have turned red since the last night that is recorded (:data:`RECORD`): no file that they follow has
+changed. What a test follows is found by :mod:`testkit.follows`, unless the test is slow and says it itself::
 
-    @pytest.mark.night  # runs at night, and when its own file has changed
-    @pytest.mark.night("kernels/moe_kernels/training")  # and when something under this path has changed
+    @pytest.mark.night  # its own file
+    @pytest.mark.night("services/gateway", "services/queue")  # and what is at or under these paths
 
-Whole folders that follow something are in tests/lanes.toml. ``--lane all``, which is also what a plain ``pytest`` does,
-takes every test. ``--results=FILE`` writes a JSON line for each test, which :mod:`testkit.results` reads.
+tests/lanes.toml says what tests of the whole product follow, and which tests are in every run. ``--results=FILE``
+writes a JSON line for each test, which :mod:`testkit.results` reads.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import functools
 import hashlib
 import json
 import os
+import re
 import subprocess
 import tomllib
 from collections.abc import Iterator
@@ -24,17 +26,23 @@ from typing import Any
 
 import pytest
 
+from testkit.follows import Sources
+
 ROOT = Path(__file__).parents[2]
 RECORD = ROOT / "tests/night.json"
-"""The last run of all tests that was green: its commit, what its tests followed, and figures by room."""
+"""The last run that was green: its commit, the hash of each file, and figures by room."""
 
 LANES = ROOT / "tests/lanes.toml"
+SHOWN = 12
+"""Names of changed files that the summary shows."""
 
 
 def add_options(parser: pytest.Parser) -> None:
     """For ``pytest_addoption`` of a conftest, which pytest reads before it registers this module."""
     group = parser.getgroup("lanes")
-    group.addoption("--lane", choices=("all", "commit"), default="all", help="commit: without tests marked night")
+    group.addoption(
+        "--lane", choices=("all", "commit"), default="all", help="commit: what a change can have turned red"
+    )
     group.addoption("--results", type=Path, help="write a JSON line for each test to this file")
 
 
@@ -44,29 +52,34 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Says which paths have changed, and so why a commit's run was long; pytest shows no header with -q."""
+    """Says which files have changed, and so why a commit's run was long; pytest shows no header with -q."""
     if config.getoption("lane") == "commit":
-        recorded = followed_at_night()
-        changed = [path for path in sorted(recorded) if recorded[path] != digest(path)]
+        names = sorted(changed())
+        more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
         terminalreporter.line(
-            f"lane: {len(changed)} of {len(recorded)} paths changed since the night {' '.join(changed)}".rstrip()
+            f"lane: {len(names)} files changed since the night {' '.join(names[:SHOWN])}{more}".rstrip()
         )
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leaves files out of which no test will be taken, before they are imported: that takes half a minute."""
+    if config.getoption("lane") == "all" or not collection_path.match("test_*.py"):
+        return None
+    file = str(collection_path.relative_to(ROOT))
+    listed = any(each.partition("::")[0] == file or below(file, each) for each in _lanes()["each_run"])
+    return None if listed or any(map(has_changed, _followed_by_file(file))) else True
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if (results := config.getoption("results")) is not None and _worker(config) in ("", "gw0"):
+        results.parent.mkdir(parents=True, exist_ok=True)
+        results.with_suffix(".files").write_text(json.dumps(files()))
     if config.getoption("lane") == "all":
-        if (results := config.getoption("results")) is not None and _worker(config) in ("", "gw0"):
-            paths = sorted({path for item in items for path in followed(item)})
-            results.parent.mkdir(parents=True, exist_ok=True)
-            results.with_suffix(".followed").write_text(json.dumps({path: digest(path) for path in paths}))
         return
-    recorded = followed_at_night()
     taken: list[pytest.Item] = []
     left_out: list[pytest.Item] = []
     for item in items:
-        paths = followed(item)
-        of_the_night = bool(paths) and all(recorded.get(path) == digest(path) for path in paths)
-        (left_out if of_the_night else taken).append(item)
+        (taken if is_of_each_run(item) or any(map(has_changed, followed(item))) else left_out).append(item)
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = taken
@@ -77,11 +90,25 @@ def _worker(config: pytest.Config) -> str:
     return str(getattr(config, "workerinput", {}).get("workerid", ""))
 
 
-def followed(item: pytest.Item) -> list[str]:
-    """Paths, from the root, whose changes bring a test of the night back; none for a test of every run."""
+def is_of_each_run(item: pytest.Item) -> bool:
+    """Whether the test, its file or a folder around it is listed."""
+    return any(item.nodeid == each or below(item.nodeid.partition("::")[0], each) for each in _lanes()["each_run"])
+
+
+def followed(item: pytest.Item) -> frozenset[str]:
+    """Files and folders, from the root, whose changes can turn the test red."""
     file = str(item.path.relative_to(ROOT))
-    paths = [path for mark in item.iter_markers("night") for path in (file, *mark.args)]
-    return paths + [path for folder, of in _folders().items() if below(file, folder) for path in (folder, *of)]
+    if marks := [mark.args for mark in item.iter_markers("night")]:
+        return frozenset([file, *_lanes()["everywhere"]]).union(*marks)
+    return _followed_by_file(file)
+
+
+@functools.cache
+def _followed_by_file(file: str) -> frozenset[str]:
+    imported = _sources().followed_by(file)
+    if (rooms := _lanes()["follows"].get(file)) is not None:
+        imported = frozenset(name for name in imported if below(name, "tests"))
+    return imported.union([file, *_lanes()["everywhere"]], rooms or ())
 
 
 def below(name: str, path: str) -> bool:
@@ -90,42 +117,48 @@ def below(name: str, path: str) -> bool:
 
 
 @functools.cache
-def _folders() -> dict[str, list[str]]:
-    """What the folders of tests in :data:`LANES` follow."""
-    if not LANES.exists():
-        return {}
-    read = tomllib.loads(LANES.read_text())
-    return {each["tests"]: [*each["follows"], *read["everywhere"]] for each in read["folder"]}
-
-
-def followed_at_night() -> dict[str, str]:
-    """Paths and what :func:`digest` gave for them in the run of :data:`RECORD`; empty where none is recorded."""
-    return dict(json.loads(RECORD.read_text()).get("followed", {})) if RECORD.exists() else {}
+def _lanes() -> dict[str, Any]:
+    read = tomllib.loads(LANES.read_text()) if LANES.exists() else {}
+    return {"each_run": [], "everywhere": [], "follows": {}} | read
 
 
 @functools.cache
-def digest(path: str) -> str:
-    """A hash of the names and contents of the files at or under ``path``, but for what git ignores.
+def _sources() -> Sources:
+    return Sources(ROOT, files().keys() | changed())  # what is gone is followed, too
 
-    It needs no history, so it is the same in a clone of one commit and in a copy without git.
+
+@functools.cache
+def has_changed(path: str) -> bool:
+    """Whether a file at or under the path has been changed, added or removed since the recorded night."""
+    return path in changed() or any(below(name, path) for name in changed())
+
+
+@functools.cache
+def changed() -> frozenset[str]:
+    """The files that differ from those of the night; where none is recorded, all of them."""
+    recorded = json.loads(RECORD.read_text()).get("files", {}) if RECORD.exists() else {}
+    now = files()
+    return frozenset(name for name in recorded.keys() | now.keys() if recorded.get(name) != now.get(name))
+
+
+@functools.cache
+def files() -> dict[str, str]:
+    """The files of the repository, sorted, with a hash of each one's content; not those that git ignores.
+
+    Neither needs any history: they are the same in a clone of one commit and in a copy without git.
     """
-    hashed = hashlib.sha256()
-    for name in _files():
-        if below(name, path) and (ROOT / name).is_file():
-            hashed.update(f"{name}\0".encode() + hashlib.sha256((ROOT / name).read_bytes()).digest())
-    return hashed.hexdigest()[:16]
-
-
-@functools.cache
-def _files() -> list[str]:
-    """All files of the repository, sorted."""
     words = ["git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard"]
     try:
-        run = subprocess.run(words, check=True, capture_output=True, text=True)
+        names = subprocess.run(words, check=True, capture_output=True, text=True).stdout.splitlines()
     except (OSError, subprocess.CalledProcessError):
-        found = (str(path.relative_to(ROOT)) for path in ROOT.rglob("*") if path.is_file())
-        return sorted(name for name in found if "__pycache__" not in name)
-    return sorted(set(run.stdout.splitlines()))
+        found = (str(path.relative_to(ROOT)) for path in ROOT.rglob("*"))
+        names = [name for name in found if not _MADE.search(name)]
+    kept = sorted({name for name in names if (ROOT / name).is_file() and ROOT / name != RECORD})
+    return {name: hashlib.sha256((ROOT / name).read_bytes()).hexdigest()[:12] for name in kept}
+
+
+_MADE = re.compile(r"(^|/)(\.git|\.venv|\.cache|\.\w+_cache|\.hypothesis|__pycache__|[^/]*\.egg-info)(/|$)")
+"""Files that git would ignore, in a copy without git."""
 
 
 @pytest.hookimpl(wrapper=True)

@@ -28,15 +28,30 @@ def pytest_configure(config): config.pluginmanager.register(lanes)
 TESTS = """
 import pytest
 
+import kernels.table.read
+
 def test_each_time(): pass
+def test_with_the_table(): pass
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_of(at): pass
 
 @pytest.mark.night
 def test_at_night(): pass
 
+def test_refuses(): pytest.skip("not here")
+"""
+MARKED = """
+import pytest
+
 @pytest.mark.night("kernels/plan", "card.md")
 def test_with_the_plan(): pass
-
-def test_refuses(): pytest.skip("not here")
+"""
+TABLE = """
+everywhere = ["constraints.txt"]
+each_run = ["test_all.py::test_each_time", "test_all.py::test_of[1]", "often"]
+[follows]
+"test_slow.py" = ["kernels/plan"]
 """
 
 
@@ -48,9 +63,18 @@ def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Path:
     pytester.makepyfile(test_all=TESTS)
     pytester.makeini("[pytest]\nmarkers = night: at night")
     git(pytester.path, "init", "--quiet")
-    (pytester.path / "kernels").mkdir()
-    (pytester.path / "kernels/plan").mkdir()
-    (pytester.path / "kernels/plan/kernel.py").write_text("")
+    for name, text in {
+        "test_plan.py": MARKED,
+        "kernels/plan/kernel.py": "",
+        "kernels/table/read.py": "",
+        "kernels/table/table.lua": "",
+        "often/test_often.py": "def test_often(): pass",
+        "test_slow.py": "import kernels.table.read, pathlib\npathlib.Path('imported').touch()\ndef test_slow(): pass",
+        "constraints.txt": "torch==2",
+        "lanes.toml": TABLE,
+    }.items():
+        (pytester.path / name).parent.mkdir(parents=True, exist_ok=True)
+        (pytester.path / name).write_text(text)
     git(pytester.path, "add", "--all")
     git(pytester.path, "-c", "user.name=n", "-c", "user.email=e", "commit", "--quiet", "--message", "all")
     record(pytester)
@@ -63,8 +87,8 @@ def git(at: Path, *words: str) -> str:
 
 def record(pytester: pytest.Pytester) -> None:
     ran(pytester, "--lane=all")
-    followed = json.loads((pytester.path / "r.followed").read_text())
-    (pytester.path / "night.json").write_text(json.dumps({"followed": followed}))
+    files = json.loads((pytester.path / "r.files").read_text())
+    (pytester.path / "night.json").write_text(json.dumps({"files": files}))
 
 
 def ran(pytester: pytest.Pytester, *words: str) -> set[str]:
@@ -74,21 +98,46 @@ def ran(pytester: pytest.Pytester, *words: str) -> set[str]:
     return {line["test"].partition("::test_")[2] for line in lines}
 
 
-EACH_TIME, WITH_THE_PLAN = {"each_time", "refuses"}, {"with_the_plan"}
-ALL = EACH_TIME | WITH_THE_PLAN | {"at_night"}
+EACH_RUN = {"each_time", "of[1]", "often"}
+BY_IMPORT = {"with_the_table", "of[0]", "refuses"}
+ALL = EACH_RUN | BY_IMPORT | {"at_night", "with_the_plan", "slow"}
 
 
-def test_a_commit_runs_what_is_not_of_the_night_and_what_follows_a_change(
-    project: Path, pytester: pytest.Pytester
+@pytest.mark.parametrize(
+    ("changed", "brings_back"),
+    [
+        ("kernels/plan_b.py", set()),
+        ("kernels/plan/kernel.py", {"with_the_plan", "slow"}),
+        ("kernels/plan/new.json", {"with_the_plan", "slow"}),
+        ("kernels/table/read.py", BY_IMPORT),
+        ("kernels/table/table.lua", BY_IMPORT),
+        ("test_slow.py", {"slow"}),
+        ("constraints.txt", ALL),
+    ],
+)
+def test_a_commit_runs_what_a_change_can_have_turned_red(
+    changed: str, brings_back: set[str], project: Path, pytester: pytest.Pytester
 ) -> None:
+    with (project / changed).open("a") as file:
+        file.write("\n")
+    assert ran(pytester, "--lane=commit") == EACH_RUN | brings_back
+
+
+def test_all_of_a_file_runs_when_it_has_changed(project: Path, pytester: pytest.Pytester) -> None:
     assert ran(pytester) == ran(pytester, "--lane=all") == ALL
-    assert ran(pytester, "--lane=commit") == EACH_TIME
-    (project / "kernels/plan_b.py").write_text("another path")
-    assert ran(pytester, "--lane=commit") == EACH_TIME
-    (project / "kernels/plan/kernel.py").write_text("changed")
-    assert ran(pytester, "--lane=commit") == EACH_TIME | WITH_THE_PLAN
     (project / "test_all.py").write_text(TESTS + "# changed")
-    assert ran(pytester, "--lane=commit") == ALL
+    assert ran(pytester, "--lane=commit") == ALL - {"slow", "with_the_plan"}
+
+
+def test_files_of_which_no_test_is_taken_are_not_imported(project: Path, pytester: pytest.Pytester) -> None:
+    (project / "imported").unlink()
+    ran(pytester, "--lane=commit")
+    assert not (project / "imported").exists()
+
+
+def test_what_is_gone_has_changed(project: Path, pytester: pytest.Pytester) -> None:
+    (project / "kernels/plan/kernel.py").unlink()
+    assert ran(pytester, "--lane=commit") == EACH_RUN | {"with_the_plan", "slow"}
 
 
 @pytest.mark.parametrize("recorded", ["", json.dumps({"commit": "0123456789"})], ids=["none", "of an earlier form"])
@@ -99,9 +148,9 @@ def test_without_a_known_night_everything_runs(recorded: str, project: Path, pyt
 
 def test_a_copy_without_git_runs_the_same(project: Path, pytester: pytest.Pytester) -> None:
     shutil.rmtree(project / ".git")
-    assert ran(pytester, "--lane=commit") == EACH_TIME
+    assert ran(pytester, "--lane=commit") == EACH_RUN
     (project / "kernels/plan/kernel.py").write_text("changed")
-    assert ran(pytester, "--lane=commit") == EACH_TIME | WITH_THE_PLAN
+    assert ran(pytester, "--lane=commit") == EACH_RUN | {"with_the_plan", "slow"}
 
 
 def test_results_say_what_was_skipped_and_what_it_cost(project: Path, pytester: pytest.Pytester) -> None:
@@ -112,27 +161,16 @@ def test_results_say_what_was_skipped_and_what_it_cost(project: Path, pytester: 
     assert all(line["cpu_s"] >= 0 for line in lines.values())
 
 
-def test_a_folder_follows_what_the_table_says(project: Path, pytester: pytest.Pytester) -> None:
-    (project / "lanes.toml").write_text(
-        'everywhere = ["constraints.txt"]\n[[folder]]\ntests = "slow"\nfollows = ["kernels"]\n'
-    )
-    (project / "slow").mkdir()
-    (project / "slow/test_slow.py").write_text("def test_slow(): pass\n")
-    record(pytester)
-    assert ran(pytester, "--lane=commit") == EACH_TIME
-    (project / "kernels/new.py").write_text("")
-    assert ran(pytester, "--lane=commit") == EACH_TIME | {"slow"}
-    (project / "kernels/new.py").unlink()
-    (project / "constraints.txt").write_text("torch==3")
-    assert ran(pytester, "--lane=commit") == EACH_TIME | {"slow"}
-
-
 def test_the_paths_that_tests_follow_exist() -> None:
-    """A path that a room has left would never change, and what follows it never run."""
+    """A path that a room has left never changes, and a test that has another name is not listed."""
     read = tomllib.loads(lanes.LANES.read_text())
-    paths = [*read["everywhere"], *(path for each in read["folder"] for path in (each["tests"], *each["follows"]))]
+    paths = [*read["everywhere"], *read["follows"], *(path for paths in read["follows"].values() for path in paths)]
     for file in (lanes.ROOT / "tests").rglob("test_*.py"):
         for arguments in re.findall(r"mark\.night\(([^)]*)\)", file.read_text()):
             paths += re.findall(r'"([^"\\]+)"', arguments)
+    for each in read["each_run"]:
+        file, _, test = each.partition("::")
+        paths.append(file)
+        assert not test or f"def {test.partition('[')[0]}(" in (lanes.ROOT / file).read_text()
     made_up = {"kernels/plan", "card.md"}
     assert [path for path in paths if path not in made_up and not (lanes.ROOT / path).exists()] == []
