@@ -18,7 +18,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import aiohttp
 import psutil
@@ -28,7 +28,7 @@ from testkit.processes.background import ended
 from testkit.processes.cluster import Cluster, Shape, places
 from testkit.processes.servers import bench
 
-from chaos.load import Job, Load, faults_of, jobs
+from chaos.load import Job, Load, Outcome, faults_of, jobs
 
 MIB = 2**20
 MEMORY_MIB, MEMORY_SHARE = 4.0, 0.03
@@ -91,29 +91,22 @@ def look(cluster: Cluster) -> dict[str, Amounts]:
 
 @dataclass(kw_only=True, slots=True)
 class Rude:
-    """Clients that do not behave; each turn is another of ``kinds``. ``wrong``: answers that are not what they ask."""
+    """Clients that do not behave; each turn is another of ``KINDS``. ``wrong``: answers that are not what they ask."""
 
+    KINDS: ClassVar = ("leaves_at_once", "leaves_early", "sends_rubbish", "is_lost", "wants_two", "asks_again")
     url: str
     job: Job
     turns: dict[str, int] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)
 
     async def run(self) -> None:
-        kinds = (
-            self.leaves_at_once,
-            self.leaves_early,
-            self.sends_rubbish,
-            self.is_lost,
-            self.wants_two,
-            self.asks_again,
-        )
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as session:
-            for kind in itertools.cycle(kinds):
+            for kind in itertools.cycle(self.KINDS):
                 try:
-                    await kind(session)
+                    await getattr(self, kind)(session)
                 except (aiohttp.ClientError, TimeoutError) as error:
-                    self.wrong.append(f"{kind.__name__}: {type(error).__name__}: {error}")
-                self.turns[kind.__name__] = self.turns.get(kind.__name__, 0) + 1
+                    self.wrong.append(f"{kind}: {type(error).__name__}: {error}")
+                self.turns[kind] = self.turns.get(kind, 0) + 1
 
     def _ask(self, session: aiohttp.ClientSession, body: Any, **headers: str) -> Any:
         return session.post(f"{self.url}/v1/completions", json=body, headers=headers)
@@ -166,22 +159,10 @@ class Rude:
 
 async def run(cluster: Cluster, options: argparse.Namespace) -> dict[str, Any]:
     """The load between two rests; what grew, and the figures."""
-    load = Load(url=cluster.server.url, streams=options.streams)
-    wanted = jobs(recorded(), options.seed, longest=16)
-    warming = asyncio.create_task(Rude(url=cluster.server.url, job=wanted[0]).run())
-    begun = time.perf_counter()
-    await load.run(wanted, options.seed, lambda: time.perf_counter() > begun + WARM_UP_S)
-    await ended([warming])
+    await _under_load(cluster, options, WARM_UP_S, {})
     await rest(cluster)
     series = {name: Series(before=held) for name, held in look(cluster).items()}
-    rude = Rude(url=cluster.server.url, job=wanted[0])
-    began = time.perf_counter()
-    seconds = 60 * options.minutes
-    background = [asyncio.create_task(rude.run()), asyncio.create_task(_sample(cluster, series, load, began, options))]
-    try:
-        outcomes = await load.run(wanted, options.seed, lambda: time.perf_counter() > began + seconds)
-    finally:
-        await ended(background)
+    outcomes, rude = await _under_load(cluster, options, 60 * options.minutes, series)
     await rest(cluster)
     for name, held in look(cluster).items():
         series[name].after = held
@@ -193,6 +174,21 @@ async def run(cluster: Cluster, options: argparse.Namespace) -> dict[str, Any]:
         "minutes": options.minutes, "requests": len(outcomes), "faults": dict(faults_of(outcomes)),
         "rude": rude.turns, "wrong": rude.wrong[:20], "processes": processes, "grown": grown,
     }  # fmt: skip
+
+
+async def _under_load(
+    cluster: Cluster, options: argparse.Namespace, seconds: float, series: Mapping[str, Series]
+) -> tuple[list[Outcome], Rude]:
+    """Answer both kinds of clients for a time; ``series`` gets what their processes hold meanwhile."""
+    load = Load(url=cluster.server.url, streams=options.streams)
+    wanted = jobs(recorded(), options.seed, longest=16)
+    rude = Rude(url=cluster.server.url, job=wanted[0])
+    began = time.perf_counter()
+    background = [asyncio.create_task(rude.run()), asyncio.create_task(_sample(cluster, series, load, began, options))]
+    try:
+        return await load.run(wanted, options.seed, lambda: time.perf_counter() > began + seconds), rude
+    finally:
+        await ended(background)
 
 
 async def rest(cluster: Cluster) -> None:
@@ -211,8 +207,8 @@ async def _sample(
     for count in itertools.count(1):
         await asyncio.sleep(every_s)
         found = await asyncio.to_thread(look, cluster)
-        for name, held in found.items():
-            series[name].samples.append(held)
+        for name, each in series.items():
+            each.samples.append(found[name])
         if count % 20 == 0:
             memory = ", ".join(f"{name} {held['memory']:.1f}" for name, held in found.items())
             at = time.perf_counter() - began
@@ -237,7 +233,7 @@ def verdict(figures: Mapping[str, Any]) -> list[str]:
     reasons = [f"{name}: {what}" for name, found in figures["grown"].items() for what in found]
     reasons += [f"{count} answers {kind}" for kind, count in figures["faults"].items()]
     reasons += figures["wrong"]
-    if len(figures["rude"]) < 6:
+    if len(figures["rude"]) < len(Rude.KINDS):
         reasons.append(f"of the clients that do not behave only these had a turn: {', '.join(figures['rude'])}")
     return reasons
 
