@@ -35,12 +35,10 @@ class Sources:
         self._names = frozenset(names)
         self._folders = frozenset(str(parent) for name in self._names for parent in Path(name).parents)
         self._beside: dict[str, list[str]] = {}
-        with_python = {str(Path(name).parent) for name in self._names if name.endswith(".py")}
+        packages = {Path(name).parent for name in self._names if name.endswith(".py")} | {Path(".")}
         for name in self._names:
             if not name.endswith(".py"):
-                folder = next(
-                    parent for parent in Path(name).parents if str(parent) in with_python or str(parent) == "."
-                )
+                folder = next(parent for parent in Path(name).parents if parent in packages)
                 self._beside.setdefault(str(folder), []).append(name)
 
     @functools.cache  # noqa: B019  # as long as a run
@@ -80,18 +78,19 @@ class Sources:
 
     @functools.cache  # noqa: B019
     def _named_in(self, name: str) -> frozenset[str]:
-        named = {found for word in _words(ast.parse(self._text(name))) for found in self._meant(word)}
+        words = set(_words(ast.parse(self._text(name))))
+        named = {found for word in words for found in self._modules(word)}
+        if name.startswith("tests/"):  # strings of the product name pages of its documentation, for readers
+            named |= {word.rstrip("/") for word in words if "/" in word} & (self._names | self._folders)
         folder = str(Path(name).parent)
         return frozenset({*named, *(self._beside.get(folder, ()) if folder != "." else ())}) - {ROOT_CONFTEST, "."}
 
-    def _meant(self, word: str) -> Iterator[str]:
-        """What an import or a string names: modules with the packages around them, or a file or folder."""
+    def _modules(self, word: str) -> Iterator[str]:
+        """The modules and packages along a dotted name, whose last parts may be no module."""
         parts = word.split(".")
         if all(part.isidentifier() for part in parts):
             for end in range(1, len(parts) + 1):
                 yield from self._module("/".join(parts[:end]))
-        if (path := word.rstrip("/")) != word or "/" in word:
-            yield from {path} & (self._names | self._folders)
 
     @functools.cache  # noqa: B019
     def _module(self, path: str) -> tuple[str, ...]:

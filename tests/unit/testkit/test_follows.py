@@ -15,7 +15,7 @@ FILES = {
     "services/queue/__init__.py": "",
     "services/queue/role.py": "from __future__ import annotations\nfrom services import errors",
     "services/queue/lua/claim.lua": "",
-    "services/errors.py": "",
+    "services/errors.py": 'HINT = "see helm/chart/values.yaml"',
     "services/types.py": "",
     "kernels/moe/plan.py": "",
     "kernels/moe/tiles/default.json": "",
