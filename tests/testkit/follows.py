@@ -17,6 +17,9 @@ from pathlib import Path
 PACKAGES = ("", "kernels", "tests", "examples/pocket-moe")
 """Folders in which modules are found, from the root of the repository."""
 
+PRODUCT = ("services/", "kernels/moe_kernels/")
+"""Paths that its strings name are pages of the documentation, for readers."""
+
 ROOT_CONFTEST = "tests/conftest.py"
 """What it does for every test is not followed from here: tests/lanes.toml names the file for all tests."""
 
@@ -80,7 +83,7 @@ class Sources:
     def _named_in(self, name: str) -> frozenset[str]:
         words = set(_words(ast.parse(self._text(name))))
         named = {found for word in words for found in self._modules(word)}
-        if name.startswith("tests/"):  # strings of the product name pages of its documentation, for readers
+        if not name.startswith(PRODUCT):
             named |= {word.rstrip("/") for word in words if "/" in word} & (self._names | self._folders)
         folder = str(Path(name).parent)
         return frozenset({*named, *(self._beside.get(folder, ()) if folder != "." else ())}) - {ROOT_CONFTEST, "."}
