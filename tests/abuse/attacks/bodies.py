@@ -43,7 +43,7 @@ def _body(name: str) -> Attack:
     async def run(target: Target) -> None:
         for size in SIZES_MB:
             await target.post(path, of_size(int(size * 1e6)), timeout_s=90)
-            target.found[f"{size:g} MB"] = f"{target.answers.slowest:.1f} s, {target.stage.rss_mib('gateway'):.0f} MiB"
+            target.found[f"{size:g} MB"] = f"{target.answers.slowest:.1f} s, {target.stage.rss_mib():.0f} MiB"
 
     return Attack(name=f"body: {name}", finding="C1", run=run, bounds=Bounds(peak=450, within=150))
 

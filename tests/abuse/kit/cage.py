@@ -96,9 +96,8 @@ def precedence() -> Group:
     refusals: list[str] = []
     for file, most in (("cpu.shares", "65536"), ("cpu.weight", "10000")):
         for parent in (_ROOT / "cpu", _ROOT):
-            if (parent / "cgroup.procs").exists() and (
-                folder := _made(parent, "cpu", lambda at: (at / file).write_text(most), refusals)  # noqa: B023
-            ):
+            known = (parent / "cgroup.procs").exists()
+            if known and (folder := _made(parent, "cpu", partial(_weighed, file=file, weight=most), refusals)):
                 return Group(how=f"{file} {most}", folder=folder)
     return Group(how=f"none ({'; '.join(refusals) or 'no cpu controller'})")
 
@@ -126,6 +125,10 @@ def _made(parent: Path, name: str, bound: Callable[[Path], object], refusals: li
             folder.rmdir()
         return None
     return folder
+
+
+def _weighed(folder: Path, file: str, weight: str) -> None:
+    (folder / file).write_text(weight)
 
 
 def _bound(folder: Path, version: int, limit: int) -> None:

@@ -143,8 +143,10 @@ class Cluster:
         """Start, or start again with the same options."""
         member = self.members[name]
         if member.role == "redis":
-            where = {"port": self.redis_port, "address": member.place.address, "data": self._data}
-            member.proc = self.stage.redis("--protected-mode", "no", **where, within=member.place.command)
+            options, place = ("--protected-mode", "no"), member.place
+            member.proc = self.stage.redis(
+                *options, port=self.redis_port, address=place.address, data=self._data, within=place.command
+            )
             return
         own = options_of_earlier(member.options) if name in self.trees else member.options
         options = flags(**own, redis_url=self.redis_url, supervisor_pid=os.getpid())
