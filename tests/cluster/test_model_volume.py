@@ -15,14 +15,9 @@ DIGEST = hashlib.sha256(FILE.read_bytes()).hexdigest()
 SETTINGS = (
     *("model.source=pvc", "model.subPath=pocket", "model.pvc.size=1Gi", "model.pvc.accessModes={ReadWriteOnce}"),
     *("model.pvc.prefetch.enabled=true", "model.pvc.prefetch.source=/source"),
-    *(
-        "model.pvc.prefetch.extraVolumes[0].name=source",
-        f"model.pvc.prefetch.extraVolumes[0].hostPath.path={FILE.parent}",
-    ),
-    *(
-        "model.pvc.prefetch.extraVolumeMounts[0].name=source",
-        "model.pvc.prefetch.extraVolumeMounts[0].mountPath=/source",
-    ),
+    *("model.pvc.prefetch.extraVolumes[0].name=source", "model.pvc.prefetch.extraVolumeMounts[0].name=source"),
+    f"model.pvc.prefetch.extraVolumes[0].hostPath.path={FILE.parent}",
+    "model.pvc.prefetch.extraVolumeMounts[0].mountPath=/source",
 )
 
 

@@ -27,11 +27,8 @@ SETTINGS = (
     *("autoscaling.enabled=true", "metrics.podMonitor.enabled=true", "metrics.podMonitor.interval=2s"),
     *("metrics.prometheusRule.enabled=true", f"autoscaling.prometheus.serverAddress={ADDRESS}"),
     *("autoscaling.pollingInterval=2", "autoscaling.scaleDownAfterSeconds=20", "autoscaling.gateway.maxReplicas=1"),
-    *(
-        "autoscaling.attention.minReplicas=3",
-        "autoscaling.attention.maxReplicas=3",
-        "autoscaling.experts.maxReplicas=3",
-    ),
+    *("autoscaling.attention.minReplicas=3", "autoscaling.attention.maxReplicas=3"),
+    "autoscaling.experts.maxReplicas=3",
     *("experts.resources.requests.cpu=20m", "attention.resources.requests.cpu=20m", "attention.drainSeconds=20"),
     "attention.config.max_num_batched_tokens=8",  # a token does not wait for the whole prompt of another request
 )

@@ -28,9 +28,7 @@ OPTIONS = {
         *("experts.perGroup.1.nodeSelector.disk=ssd", "experts.perGroup.3.replicas=null"),
     ],
     "Redis elsewhere": [
-        "redis.enabled=false",
-        "redis.external.url=rediss://redis.db:6380/0",
-        "redis.external.caSecret=redis-ca",
+        *("redis.enabled=false", "redis.external.url=rediss://redis.db:6380/0", "redis.external.caSecret=redis-ca"),
     ],
     "Redis by Sentinels": [
         *("redis.enabled=false", "redis.external.existingSecret=redis-url"),
@@ -89,12 +87,9 @@ OPTIONS = {
     "placed": [
         *("gateway.rollingUpdate.maxSurge=25%", "scheduler.rollingUpdate.maxUnavailable=1", "bindAddress=::"),
         *("gateway.podLabels.team=a", "commonLabels.team=b", "commonAnnotations.note=c"),
-        *("gateway.spread=hard", "experts.priorityClassName=high", "attention.tolerations[0].key=gpu"),
-        *(
-            "attention.tolerations[0].operator=Exists",
-            "gateway.service.type=NodePort",
-            "gateway.service.nodePort=30080",
-        ),
+        *("gateway.spread=hard", "experts.priorityClassName=high", "gateway.service.type=NodePort"),
+        *("attention.tolerations[0].key=gpu", "attention.tolerations[0].operator=Exists"),
+        "gateway.service.nodePort=30080",
         *("gateway.ingress.enabled=true", "gateway.ingress.host=llm.example.org", "gateway.ingress.tlsSecret=cert"),
     ],
 }
