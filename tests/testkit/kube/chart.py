@@ -27,7 +27,7 @@ def helm_program() -> str:
 
 
 def chart_words(profile: str, *settings: str, chart: Path = CHART) -> list[str]:
-    """What helm is told of a chart with the values of a profile and further ``settings``."""
+    """Words for helm: a chart with the values of a profile and further ``settings``."""
     words = (word for setting in settings for word in ("--set", setting))
     return [str(chart), "--values", str(chart / f"values-{profile}.yaml"), *words]
 
