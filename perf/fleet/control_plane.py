@@ -33,8 +33,9 @@ from typing import Any
 import psutil
 import redis
 from testkit.fleet.experts import FleetShape
-from testkit.fleet.processes import Remote, Scheduler, free_port, front, members
+from testkit.fleet.processes import Remote, Scheduler, front, members
 from testkit.fleet.series import Series, series_of
+from testkit.processes.servers import free_port
 from testkit.queue.redis_server import running_redis
 
 from services.queue.embedded import find_redis_server

@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import redis.asyncio
@@ -216,8 +216,3 @@ def judge(bounds: Bounds, seen: dict[str, Any]) -> list[str]:
 
 def _less(after: float | None, before: float | None) -> float | None:
     return None if after is None or before is None else after - before
-
-
-def with_shape(attack: Attack, **changes: Any) -> Attack:
-    """The same on another deployment."""
-    return replace(attack, shape=replace(attack.shape, **changes))

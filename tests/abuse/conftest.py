@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from abuse.kit.stage import Stages, well
-from abuse.table import Book, write
+from abuse.table import Book, as_json
 
 _BOOK = pytest.StashKey[Book]()
 
@@ -38,5 +38,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     for line in book.lines():
         terminalreporter.write_line(line)
     if out := os.environ.get("ABUSE_OUT"):
-        write(Path(out) / "abuse.json", book.as_json())
-        write(Path(out) / "brief.json", book.brief())
+        Path(out).mkdir(parents=True, exist_ok=True)
+        Path(out, "abuse.json").write_text(as_json(book.all()))
+        Path(out, "brief.json").write_text(as_json(book.brief()))

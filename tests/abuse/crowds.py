@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -15,14 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from chaos.report import conclude
 from testkit.processes.servers import metric_sum
 
 from abuse.attack import Bounds, Target, judge, look
 from abuse.attacks.heads import Connections
 from abuse.attacks.readers import unread
+from abuse.kit.cage import descriptors
 from abuse.kit.stage import Shape, Stage, on_stage
 from abuse.kit.tokens import BURST, HOLD
-from abuse.table import as_markdown, setting, write
+from abuse.table import as_json, as_markdown, setting
 from services.config.settings import Settings
 
 _HALF = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
@@ -77,9 +78,8 @@ def crowds(options: argparse.Namespace) -> dict[str, list[Join]]:
             await asyncio.sleep(max(0.0, began + 1 - time.monotonic()))
 
     async def idle(target: Target, stack: contextlib.AsyncExitStack) -> None:
-        body = json.dumps({"prompt": [HOLD, 9], "max_tokens": 50, "stream": True}).encode()
-        head = target.dialer().head("POST", "/v1/completions", {"Content-Length": str(len(body))})
-        await come(await stack.enter_async_context(Connections(target)), options.idle, [head + body])
+        asked = target.dialer().request("/v1/completions", {"prompt": [HOLD, 9], "max_tokens": 50, "stream": True})
+        await come(await stack.enter_async_context(Connections(target)), options.idle, [asked])
 
     async def half_open(target: Target, stack: contextlib.AsyncExitStack) -> None:
         await come(await stack.enter_async_context(Connections(target)), options.half_open, [_HALF])
@@ -114,7 +114,7 @@ async def gather(stage: Stage, joins: Sequence[Join], hold_s: float) -> dict[str
 def now(stage: Stage) -> dict[str, Any]:
     """Memory in MiB, descriptors, streams."""
     pid = stage.procs["gateway"].pid
-    cage, found = stage.cages["gateway"], {"rss": round(stage.rss_mib("gateway")), "files": _files(pid)}
+    cage, found = stage.cages["gateway"], {"rss": round(stage.rss_mib()), "files": descriptors(pid)}
     usage, sockets = cage.usage(), cage.sockets()
     found |= {"cgroup": usage >> 20} if usage is not None else {}
     found |= {"sockets": sockets >> 20} if sockets is not None else {}
@@ -124,10 +124,6 @@ def now(stage: Stage) -> dict[str, Any]:
     with stage.store() as store:
         found["redis"] = round(store.info("memory")["used_memory"] / 2**20, 1)
     return found
-
-
-def _files(pid: int) -> int:
-    return len(list(Path(f"/proc/{pid}/fd").iterdir()))
 
 
 def room() -> tuple[tuple[str, object], ...]:
@@ -143,14 +139,8 @@ def run(stage: Stage, options: argparse.Namespace) -> list[dict[str, Any]]:
         since, before = stage.watch.ask("mark"), now(stage)
         figures = asyncio.run(gather(stage, joins, options.hold))
         seen = look(stage, since)
-        figures |= {
-            "name": name,
-            "before": before,
-            "peak": seen["rss_peak"],
-            "health": seen["health"],
-            "ping": seen["ping"],
-        }
-        figures |= {"probes": seen["probes"], "gap": seen["honest"]["longest"], "broken": judge(bounds, seen)}
+        figures |= {"name": name, "before": before, "peak": seen["rss_peak"], "gap": seen["honest"]["longest"]}
+        figures |= {what: seen[what] for what in ("health", "ping", "probes")} | {"broken": judge(bounds, seen)}
         figures["broken"] += wanted.missed(figures["there"], before, seen["files"])
         figures["broken"] += [f"{role} ended" for role in stage.procs if role not in stage.alive()]
         print(
@@ -168,16 +158,8 @@ def table(found: Sequence[dict[str, Any]]) -> list[str]:
         held = [
             ", ".join(f"{key} {value}" for key, value in one[when].items()) for when in ("before", "there", "after")
         ]
-        rows.append(
-            (
-                one["name"],
-                f"{one['came_s']} s",
-                *held,
-                f"{one['peak']:.0f}",
-                f"{one['health']:.2f} s",
-                f"{one['gap']:.2f} s",
-            )
-        )
+        slowest = (f"{one['peak']:.0f}", f"{one['health']:.2f} s", f"{one['gap']:.2f} s")
+        rows.append((one["name"], f"{one['came_s']} s", *held, *slowest))
     return as_markdown(rows)
 
 
@@ -188,10 +170,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         found = run(stage, options)
         limits = stage.limits()
     broken = [f"{one['name']}: {what}" for one in found for what in one["broken"]]
-    print("\n".join([*table(found), f"FAILED: {'; '.join(broken)}" if broken else "passed"]), flush=True)
-    if options.json is not None:
-        write(options.json, {"setting": setting(limits), "crowds": found, "broken": broken})
-    return 1 if broken else 0
+    content = {"setting": setting(limits), "crowds": found, "broken": broken}
+    return conclude(table(found), broken, {options.json: as_json(content)})
 
 
 if __name__ == "__main__":

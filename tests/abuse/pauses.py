@@ -9,29 +9,26 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import random
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 from chaos.faults import Done, Faults
-from chaos.load import Job, Load, Outcome, faults_of, jobs
+from chaos.load import TRY_AGAIN, Load, faults_of, jobs
 from chaos.plan import Event
-from chaos.report import report, summary
+from chaos.report import conclude, report, summary
 from testkit.pocket.answers import MAX_TOKENS, POCKET, recorded
 from testkit.processes.background import ended
-from testkit.processes.cluster import Cluster, Here, Shape
-from testkit.processes.servers import bench
+from testkit.processes.cluster import Cluster, Shape, deployed
+from testkit.processes.servers import stopped
 
 from abuse.kit.child import share_paths
-from abuse.table import as_markdown, setting, write
-from loadgen.client import StreamResult, stream_completion
+from abuse.table import as_json, as_markdown, setting
+from loadgen.client import StreamResult
 
 ROLES = ("gateway", "scheduler", "attention", "experts", "redis")
 SECONDS = (3.0, 8.0, 30.0)
@@ -39,25 +36,16 @@ LEASE_S = 6.0
 _MAX_SHOWN = 20
 _SHORTEST = 32
 """Tokens of an answer: with so many clients a pause finds more of them under way than can end within a lease."""
-_AGAIN, _GIVEN_UP_S, _LONGEST_WAIT_S = (429, 503), 300.0, 120.0
+_LONGEST_WAIT_S = 120.0
 
 
 class PatientLoad(Load):
     """Whose clients keep to Retry-After."""
 
-    async def _one(self, session: aiohttp.ClientSession, job: Job) -> Outcome:
-        refused, until = 0, time.perf_counter() + _GIVEN_UP_S
-        while True:
-            result = StreamResult(started=time.perf_counter())
-            try:
-                result = await stream_completion(session, self.url, job.body)
-            except (aiohttp.ClientError, TimeoutError) as error:
-                result.error = f"{type(error).__name__}: {error}"
-            unbegun = result.status in (0, *_AGAIN) and not result.chunk_times
-            if not unbegun or time.perf_counter() > until:
-                return Outcome(job=job, result=result, refused=refused)
-            refused += 1
-            await asyncio.sleep(min(_LONGEST_WAIT_S, result.retry_after or 0.5) * random.uniform(1, 1.2))
+    def pause_s(self, result: StreamResult) -> float | None:
+        if result.status not in (0, *TRY_AGAIN) or result.chunk_times:
+            return None
+        return min(_LONGEST_WAIT_S, result.retry_after or 0.5) * random.uniform(1, 1.2)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -101,7 +89,8 @@ async def _pauses(cluster: Cluster, load: Load, options: argparse.Namespace, sta
             await asyncio.sleep(3)
             name = await _member(cluster, role)
             began = time.perf_counter()
-            await _stopped(cluster, name, seconds)
+            with stopped(cluster.members[name].running.pid):
+                await asyncio.sleep(seconds)
             event = Event(at=began - start, kind=f"stop {role} {seconds:g} s", target=name)  # type: ignore[arg-type]
             done.append(Done(event=event, target=name, began=began, ended=time.perf_counter()))
             await asyncio.to_thread(cluster.wait_whole)
@@ -120,16 +109,6 @@ async def _member(cluster: Cluster, role: str) -> str:
     return cluster.of(role)[0]
 
 
-async def _stopped(cluster: Cluster, name: str, seconds: float) -> None:
-    proc = cluster.members[name].proc
-    assert proc is not None
-    os.kill(proc.pid, signal.SIGSTOP)
-    try:
-        await asyncio.sleep(seconds)
-    finally:
-        os.kill(proc.pid, signal.SIGCONT)
-
-
 def table(figures: dict[str, Any]) -> list[str]:
     rows = [("pause", "at s", "longest wait ms", "before it ms")]
     rows += [
@@ -142,22 +121,12 @@ def table(figures: dict[str, Any]) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
     share_paths()
-    with tempfile.TemporaryDirectory(prefix="expertmesh-pauses-") as folder:
-        logs = options.logs or Path(folder)
-        logs.mkdir(parents=True, exist_ok=True)
-        with bench(logs.resolve()) as stage:
-            shape = Shape(attention=2, experts=2, groups=1, schedulers=2, lease_s=LEASE_S)
-            cluster = Cluster(stage, lambda name: Here(name=name), POCKET / "model", shape)
-            cluster.start()
-            figures = asyncio.run(run(cluster, options))
+    shape = Shape(attention=2, experts=2, groups=1, schedulers=2, lease_s=LEASE_S)
+    with deployed(POCKET / "model", shape, options.logs) as cluster:
+        figures = asyncio.run(run(cluster, options))
     wrong = [f"{figures[kind]} {kind}" for kind in ("lost", "doubled", "changed") if figures[kind]]
-    print(
-        "\n".join([*table(figures), *summary(figures)[:3], f"FAILED: {'; '.join(wrong)}" if wrong else "passed"]),
-        flush=True,
-    )
-    if options.json is not None:
-        write(options.json, setting({}) | figures)
-    return 1 if wrong else 0
+    lines = [*table(figures), *summary(figures)[:3]]
+    return conclude(lines, wrong, {options.json: as_json(setting({}) | figures)})
 
 
 if __name__ == "__main__":

@@ -22,12 +22,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from chaos.report import conclude
+
 from abuse.attack import Attack, Record, Target, execute, look
 from abuse.attacks import ATTACKS
 from abuse.attacks.readers import stall_option
 from abuse.kit.stage import HONEST, Shape, Stage, on_stage
 from abuse.kit.tokens import BURST
-from abuse.table import as_markdown, setting, summary, write
+from abuse.table import as_json, as_markdown, setting, summary
 
 MAX_S, GROWTH, REDIS_SLACK_MIB = 1.0, 0.10, 2.0
 """Redis may have a little more than a tenth above its start, which is 1.3 MiB: a connection's buffers are 20 KB."""
@@ -91,7 +93,7 @@ def memory(stage: Stage) -> dict[str, float]:
     end = time.monotonic() + MEASURE_S
     with stage.store() as store:
         while time.monotonic() < end:
-            rss.append(stage.rss_mib("gateway"))
+            rss.append(stage.rss_mib())
             used.append(store.info("memory")["used_memory"] / 2**20)
             time.sleep(0.1)
     return {"gateway": round(median(rss), 1), "redis": round(median(used), 2)}
@@ -205,10 +207,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with on_stage(shape) as stage:
         figures = run(stage, options)
     reasons = verdict(figures)
-    print("\n".join([*table(figures), f"FAILED: {'; '.join(reasons)}" if reasons else "passed"]), flush=True)
-    if options.json is not None:
-        write(options.json, figures | {"broken": reasons})
-    return 1 if reasons else 0
+    return conclude(table(figures), reasons, {options.json: as_json(figures | {"broken": reasons})})
 
 
 if __name__ == "__main__":

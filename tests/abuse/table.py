@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import platform
 import re
 import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+from chaos.report import here_and_now
 
 from abuse.attack import Record
 
@@ -32,7 +31,7 @@ class Book:
         self.records.append(record)
         return record
 
-    def as_json(self) -> dict[str, Any]:
+    def all(self) -> dict[str, Any]:
         attacks = [asdict(record) | {"summary": summary(record)} for record in self.records]
         return {"setting": setting(self.limits), "attacks": attacks}
 
@@ -56,9 +55,7 @@ def setting(limits: dict[str, str]) -> dict[str, Any]:
     """Which commit, when and where."""
     ask = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(ask, capture_output=True, text=True, check=False).stdout.strip()
-    date = datetime.now(UTC).isoformat(timespec="seconds")
-    machine = {"cpus": os.cpu_count(), "python": platform.python_version(), "kernel": platform.release()}
-    return {"commit": commit, "date": date, "machine": machine, "limits": limits}
+    return {"commit": commit, "limits": limits} | here_and_now()
 
 
 def before() -> dict[str, str]:
@@ -112,9 +109,8 @@ def _row(record: Record, earlier: str) -> tuple[str, ...]:
     return mark, f"{record.finding} {record.name}", _bound(record), summary(record), earlier
 
 
-def write(path: Path, content: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n")
+def as_json(content: dict[str, Any]) -> str:
+    return json.dumps(content, indent=1, sort_keys=True) + "\n"
 
 
 def as_markdown(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -5,12 +5,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import json
 import math
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,9 +16,8 @@ from typing import Any
 
 from testkit.pocket.answers import POCKET, recorded
 from testkit.processes.background import ended
-from testkit.processes.cluster import Cluster, Shape, places
+from testkit.processes.cluster import Cluster, Shape, deployed
 from testkit.processes.iproute import delay_obstacle, obstacle
-from testkit.processes.servers import bench
 
 from chaos.checker import Bounds, check
 from chaos.clients import KeyedLoad
@@ -30,9 +27,11 @@ from chaos.kills import AWAY_S, kill_replicas
 from chaos.load import Job, Load, Outcome, faults_of, jobs
 from chaos.picture import timeline
 from chaos.plan import KINDS, NEED_CABLES, Kind, planned
-from chaos.report import report, summary
+from chaos.report import conclude, report, summary
 
 PROGRESS_S = 10.0
+MEMBERS = ("attention", "experts", "groups", "gateways")
+"""Options that say how many there are."""
 SILENCE_LEASES = 5
 """A client that hears nothing for so long goes to another gateway."""
 
@@ -174,19 +173,7 @@ async def _progress(load: Load, clock: Clock) -> None:
 
 
 def _setting(options: argparse.Namespace) -> dict[str, Any]:
-    names = (
-        "seed",
-        "minutes",
-        "every",
-        "streams",
-        "longest",
-        "attention",
-        "experts",
-        "groups",
-        "gateways",
-        "lease",
-        "kills",
-    )
+    names = ("seed", "minutes", "every", "streams", "longest", *MEMBERS, "lease", "kills")
     return {"setting": {name: getattr(options, name) for name in names}}
 
 
@@ -215,26 +202,14 @@ def hosts(options: argparse.Namespace) -> bool:
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
-    names = ("attention", "experts", "groups", "gateways")
-    shape = Shape(lease_s=options.lease, **{name: getattr(options, name) for name in names})
+    shape = Shape(lease_s=options.lease, **{name: getattr(options, name) for name in MEMBERS})
     clock = Clock()
-    with contextlib.ExitStack() as stack:
-        folder = options.logs or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="expertmesh-chaos-")))
-        folder.mkdir(parents=True, exist_ok=True)
-        place = stack.enter_context(places(hosts(options)))
-        stage = stack.enter_context(bench(folder.resolve()))
-        cluster = Cluster(stage, place, POCKET / "model", shape)
-        cluster.start()
+    with deployed(POCKET / "model", shape, options.logs, network=hosts(options)) as cluster:
         clock.say("everything is up")
-        history = stack.enter_context(History(options.history or folder / "history.jsonl"))
-        figures = asyncio.run(run(cluster, history, options, clock))
-    for file, text in ((options.json, json.dumps(figures)), (options.svg, timeline(figures))):
-        if file is not None:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(text + "\n" if not text.endswith("\n") else text)
-    reasons = verdict(figures, options)
-    print("\n".join([*summary(figures), f"FAILED: {'; '.join(reasons)}" if reasons else "passed"]), flush=True)
-    return 1 if reasons else 0
+        with History(options.history or cluster.stage.folder / "history.jsonl") as history:
+            figures = asyncio.run(run(cluster, history, options, clock))
+    files = {options.json: json.dumps(figures), options.svg: timeline(figures)}
+    return conclude(summary(figures), verdict(figures, options), files)
 
 
 if __name__ == "__main__":

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,6 +11,7 @@ from typing import Literal
 
 from testkit.processes.cable import Cable
 from testkit.processes.cluster import Cluster
+from testkit.processes.servers import stopped
 
 from chaos.history import History
 from chaos.plan import CUT_S, DELAY_S, IMPAIRED_S, LEADER, LOST_SHARE, STOPPED_LEASES, Event
@@ -64,7 +63,8 @@ class Faults:
         self.log(f"{event.kind} {target}")
         self._record("fault", event, target)
         if (process_fault := event.kind.partition(" ")[0]) == "stop":
-            await self._stop(target)
+            with stopped(self.cluster.members[target].running.pid):
+                await asyncio.sleep(STOPPED_LEASES * self.cluster.shape.lease_s)
         elif process_fault in ("kill", "leave"):
             await asyncio.to_thread(self._end, event, target)
         else:
@@ -89,20 +89,8 @@ class Faults:
         return await asyncio.to_thread(self.cluster.leader) or schedulers[0]
 
     def _end(self, event: Event, target: str) -> None:
-        proc = self.cluster.members[target].proc
-        assert proc is not None
-        self._asked.add(proc.pid)
+        self._asked.add(self.cluster.members[target].running.pid)
         (self.cluster.terminate if event.kind == "leave experts" else self.cluster.kill9)(target)
-
-    async def _stop(self, target: str) -> None:
-        """For longer than a lease."""
-        proc = self.cluster.members[target].proc
-        assert proc is not None
-        os.kill(proc.pid, signal.SIGSTOP)
-        try:
-            await asyncio.sleep(STOPPED_LEASES * self.cluster.shape.lease_s)
-        finally:
-            os.kill(proc.pid, signal.SIGCONT)
 
     async def _impair(self, event: Event, target: str) -> None:
         cable = self.cluster.members[target].cable
@@ -119,8 +107,7 @@ class Faults:
             self.history.add(what, key=event.kind, target=target)
 
     def _note(self, name: str) -> None:
-        proc = self.cluster.members[name].proc
-        assert proc is not None
+        proc = self.cluster.members[name].running
         if proc.pid not in self._asked:
             code = proc.popen.wait()
             self.exits.append(Exit(name=name, code=code, at=time.perf_counter(), tail=proc.log()[-1500:]))

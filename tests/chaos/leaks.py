@@ -6,13 +6,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import itertools
 import json
 import signal
 import statistics
 import sys
-import tempfile
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -25,10 +23,10 @@ import psutil
 import redis
 from testkit.pocket.answers import POCKET, recorded
 from testkit.processes.background import ended
-from testkit.processes.cluster import Cluster, Shape, places
-from testkit.processes.servers import bench
+from testkit.processes.cluster import Cluster, Shape, deployed
 
 from chaos.load import Job, Load, Outcome, faults_of, jobs
+from chaos.report import conclude
 
 MIB = 2**20
 MEMORY_MIB, MEMORY_SHARE = 4.0, 0.03
@@ -80,8 +78,7 @@ def look(cluster: Cluster) -> dict[str, Amounts]:
     but for those of idempotency, which stay for a day."""
     found = {}
     for name, member in cluster.members.items():
-        assert member.proc is not None
-        found[name] = held_by(member.proc.pid)
+        found[name] = held_by(member.running.pid)
     with redis.Redis.from_url(cluster.redis_url) as client:
         facts: Any = client.info("memory")
         keys = [key for key in client.scan_iter(count=1000) if b":idem:" not in key]
@@ -245,20 +242,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1, help="of the load (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     options = parser.parse_args(argv)
-    shape = Shape(attention=1, experts=2, groups=2, schedulers=1)
-    with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="expertmesh-leaks-"))
-        place = stack.enter_context(places(network=False))
-        stage = stack.enter_context(bench(Path(folder).resolve()))
-        cluster = Cluster(stage, place, POCKET / "model", shape)
-        cluster.start()
+    with deployed(POCKET / "model", Shape(attention=1, experts=2, groups=2, schedulers=1)) as cluster:
         figures = asyncio.run(run(cluster, options))
-    if options.json is not None:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(figures) + "\n")
-    reasons = verdict(figures)
-    print("\n".join([*summary(figures), f"FAILED: {'; '.join(reasons)}" if reasons else "passed"]), flush=True)
-    return 1 if reasons else 0
+    return conclude(summary(figures), verdict(figures), {options.json: json.dumps(figures)})
 
 
 if __name__ == "__main__":

@@ -112,17 +112,22 @@ class Load:
 
     async def _one(self, session: aiohttp.ClientSession, job: Job) -> Outcome:
         """A request that the server asks to send again later is sent again; what has begun is never."""
-        refused = 0
+        begun, refused = time.perf_counter(), 0
         while True:
             result = StreamResult(started=time.perf_counter())
             try:
                 result = await stream_completion(session, self.url, job.body)
             except (aiohttp.ClientError, TimeoutError) as error:
                 result.error = f"{type(error).__name__}: {error}"
-            if result.status not in TRY_AGAIN or refused > STREAM_S / PAUSE_S:
+            pause_s = self.pause_s(result)
+            if pause_s is None or time.perf_counter() > begun + STREAM_S:
                 return Outcome(job=job, result=result, refused=refused)
             refused += 1
-            await asyncio.sleep(PAUSE_S)
+            await asyncio.sleep(pause_s)
+
+    def pause_s(self, result: StreamResult) -> float | None:
+        """After which the request is sent again; None if it is not."""
+        return PAUSE_S if result.status in TRY_AGAIN else None
 
 
 def _without_end(ids: Sequence[int]) -> tuple[int, ...]:

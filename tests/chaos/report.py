@@ -5,8 +5,9 @@ from __future__ import annotations
 import bisect
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from chaos.faults import Done, Exit
@@ -106,8 +107,7 @@ def report(
     quiet_first, quiet_between = gaps_of(undisturbed, start)
     faults = faults_of(outcomes)
     return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": {"cpus": os.cpu_count(), "python": platform.python_version(), "kernel": platform.release()},
+        **here_and_now(),
         "requests": len(outcomes),
         "tokens": sum(len(outcome.result.token_ids) for outcome in outcomes),
         **{kind: faults[kind] for kind in ("lost", "doubled", "changed")},
@@ -125,6 +125,23 @@ def report(
         ],
         "seconds": per_second(between, max((end for _, end in between), default=0.0)),
     }
+
+
+def here_and_now() -> dict[str, Any]:
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": {"cpus": os.cpu_count(), "python": platform.python_version(), "kernel": platform.release()},
+    }
+
+
+def conclude(lines: Sequence[str], reasons: Sequence[str], files: Mapping[Path | None, str]) -> int:
+    """Write what has a file, print ``lines`` and the ``reasons`` for which the run failed, and return its exit code."""
+    for file, text in files.items():
+        if file is not None:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text.rstrip("\n") + "\n")
+    print("\n".join([*lines, f"FAILED: {'; '.join(reasons)}" if reasons else "passed"]), flush=True)
+    return 1 if reasons else 0
 
 
 def summary(figures: dict[str, Any]) -> list[str]:

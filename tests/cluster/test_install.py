@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 
 import pytest
 from testkit.kube.cluster import TAG, Cluster, table, until
-from testkit.kube.release import NAME, PREFIX, PYTHON, Release
-from testkit.pocket.answers import MAX_TOKENS, recorded
+from testkit.kube.release import NAME, PREFIX, PYTHON, WAIT, Release
 
 KEPT = {"Secret/" + PREFIX + suffix for suffix in ("-redis", "-redis-users", "-fabric", "-api-keys")}
 KINDS = (
@@ -34,8 +33,7 @@ class Installed:
 def installed(cluster: Cluster) -> Iterator[Installed]:
     with cluster.namespace("t-install") as namespace:
         release, began, clock = Release(cluster=cluster, namespace=namespace), time.time(), time.monotonic()
-        wait = ("--wait", "--timeout", "10m")
-        cluster.helm("install", NAME, *cluster.chart("dev"), "--namespace", namespace, *wait)
+        release.apply("install")
         found = Installed(release, began)
         found.phases |= {f"{pod} is ready": after for pod, after in sorted(release.ready_after(began).items())}
         found.phases["helm install --wait returns"] = time.monotonic() - clock
@@ -47,19 +45,12 @@ def installed(cluster: Cluster) -> Iterator[Installed]:
 
 def test_it_answers_through_the_service_as_recorded(installed: Installed) -> None:
     print("\nseconds after helm install began\n" + table(list(installed.phases.items())))
-    client = installed.release.client()
-    for record in recorded()[:5]:
-        answer = client.completions.create(
-            model="pocket", prompt=record["prompt"], max_tokens=MAX_TOKENS, temperature=0
-        )
-        assert answer.choices[0].text == record["text"]
-    assert client.models.list().data[0].id == "pocket"
+    installed.release.answers_as_recorded(5)
+    assert installed.release.client().models.list().data[0].id == "pocket"
 
 
 def test_helm_test_passes(installed: Installed) -> None:
-    cluster, namespace = installed.release.cluster, installed.release.namespace
-    said = cluster.helm("test", NAME, "--namespace", namespace, "--timeout", "3m")
-    assert "Phase:          Succeeded" in said
+    assert "Phase:          Succeeded" in installed.release.helm("test", NAME, "--timeout", "3m")
 
 
 @pytest.mark.parametrize("role", ["gateway", "scheduler"])
@@ -68,7 +59,7 @@ def test_a_control_role_is_loaded_in_two_seconds(installed: Installed, role: str
     release = installed.release
     look = f"import services.{role}.role, time; {WATCHING if role == 'scheduler' else ''}print(time.process_time())"
     python = ("deploy/" + f"{PREFIX}-{role}", "--", PYTHON, "-c", look)
-    seconds = min(float(release.cluster.kubectl("-n", release.namespace, "exec", *python)) for _ in range(3))
+    seconds = min(float(release.kubectl("exec", *python)) for _ in range(3))
     print(f"\n{role} loads in {seconds:.2f} s")
     assert seconds < 2
 
@@ -85,43 +76,32 @@ def test_the_control_image_stays_small(cluster: Cluster) -> None:
 
 
 def test_an_upgrade_to_other_groups_or_another_model_changes_nothing(installed: Installed) -> None:
-    cluster, namespace = installed.release.cluster, installed.release.namespace
     for settings, says in (
         (["experts.groups=3"], "experts.groups is 2 in the installed release, not 3"),
         (["model.source=hostPath", "model.hostPath.path=/models"], "serves the model bundled, not /models"),
     ):
-        chart = cluster.chart("dev", *settings)
-        assert says in cluster.helm("upgrade", NAME, *chart, "--namespace", namespace, check=False)
-    assert cluster.helm("history", NAME, "--namespace", namespace).count("deployed") == 1
+        assert says in installed.release.apply("upgrade", *settings, words=(), check=False)
+    assert installed.release.helm("history", NAME).count("deployed") == 1
 
 
 async def test_an_upgrade_of_every_role_under_load_fails_nothing(installed: Installed) -> None:
-    release, cluster, namespace = installed.release, installed.release.cluster, installed.release.namespace
-    before = {pod["metadata"]["uid"] for pod in release.pods() if "redis" not in pod["metadata"]["name"]}
-    key = release.key
-
-    def upgrade() -> None:
-        chart = cluster.chart("dev", "commonAnnotations.rolled=again")
-        cluster.helm("upgrade", NAME, *chart, "--namespace", namespace, "--wait", "--timeout", "10m")
-
-    began = time.monotonic()
-    outcome = await release.under_load(upgrade)
-    took = time.monotonic() - began
-    print(f"\nupgrade in {took:.0f} s: {outcome}")
-    assert (outcome.failed, outcome.wrong) == ([], [])
+    release, key = installed.release, installed.release.key
+    before, began = release.uids() - release.uids("redis"), time.monotonic()
+    outcome = await release.under_load(lambda: release.apply("upgrade", "commonAnnotations.rolled=again"))
+    print(f"\nupgrade in {time.monotonic() - began:.0f} s: {outcome}")
     assert outcome.finished > 10
-    until(lambda: before.isdisjoint(pod["metadata"]["uid"] for pod in release.pods()), 120, "the old pods are gone")
+    until(lambda: before.isdisjoint(release.uids()), 120, "the old pods are gone")
     assert release.key == key  # no upgrade changes a secret
 
 
 def test_nothing_is_left_but_what_is_meant_to_stay(installed: Installed) -> None:
-    cluster, namespace = installed.release.cluster, installed.release.namespace
-    cluster.helm("uninstall", NAME, "--namespace", namespace, "--wait", "--timeout", "5m")
+    release = installed.release
+    release.helm("uninstall", NAME, *WAIT)
 
     def left() -> set[str]:
-        found = cluster.items(namespace, KINDS, "-l", OURS)
+        found = release.cluster.items(release.namespace, KINDS, "-l", OURS)
         return {f"{each['kind']}/{each['metadata']['name']}" for each in found}
 
     until(lambda: left() == KEPT, 180, "only the secrets stay")
-    names = cluster.kubectl("-n", namespace, "get", KINDS, "-o", "name").split()
+    names = release.kubectl("get", KINDS, "-o", "name").split()
     assert {name for name in names if "expertmesh" in name or NAME in name} == {each.lower() for each in KEPT}

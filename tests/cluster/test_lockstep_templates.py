@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from testkit.kube.chart import CHART
+from testkit.kube.chart import chart_words
 from testkit.kube.cluster import Cluster
 from testkit.kube.leader_worker_sets import defined
 from testkit.kube.release import NAME
@@ -43,9 +43,8 @@ def test_a_cluster_without_groups_says_so(bare_cluster: Cluster) -> None:
     if "leaderworkersets" in bare_cluster.kubectl("get", "crd", "-o", "name"):
         pytest.skip("this cluster knows LeaderWorkerSets")
     for option in SCALED.values():
-        chosen = ["layout=lockstep", "attention.workers=2", *option]
-        words = ["--values", str(CHART / "values-dev.yaml"), *[w for each in chosen for w in ("--set", each)]]
-        said = bare_cluster.helm("install", NAME, str(CHART), "--dry-run=server", *words, check=False)
+        chart = chart_words("dev", "layout=lockstep", "attention.workers=2", *option)
+        said = bare_cluster.helm("install", NAME, *chart, "--dry-run=server", check=False)
         assert "makes a LeaderWorkerSet, which this cluster does not know" in said
 
 
@@ -57,14 +56,7 @@ def test_groups_of_ranks_are_accepted(
 ) -> None:
     model = ["model.hostPath.path=/models"] if profile == "single-node" else []
     chosen = ["layout=lockstep", *SCALED[scaled], *model, *LOCKSTEP[option]]
-    words = [
-        "--api-versions",
-        "keda.sh/v1alpha1",
-        "--values",
-        str(CHART / f"values-{profile}.yaml"),
-        *[w for each in chosen for w in ("--set", each)],
-    ]
-    text = bare_cluster.helm("template", NAME, str(CHART), "--namespace", namespace, *words)
+    text = bare_cluster.rendered(namespace, profile, *chosen, words=("--api-versions", "keda.sh/v1alpha1"))
     assert _dry_run(bare_cluster, namespace, text).count("server dry run") == text.count("\nkind: ")
     [ranks] = [each for each in yaml.safe_load_all(text) if each and each["kind"] == "LeaderWorkerSet"]
     pods = ranks["spec"]["leaderWorkerTemplate"]["workerTemplate"]
@@ -73,7 +65,7 @@ def test_groups_of_ranks_are_accepted(
 
 def _dry_run(cluster: Cluster, namespace: str, text: str) -> str:
     """Strict: a field that the API does not know is an error, too."""
-    return cluster.kubectl("-n", namespace, "apply", "--dry-run=server", "--validate=strict", "-f", "-", text=text)
+    return cluster.dry_run(namespace, text, "--validate=strict")
 
 
 def _deployment(pods: dict[str, Any]) -> dict[str, Any]:

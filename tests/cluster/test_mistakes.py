@@ -21,8 +21,9 @@ def namespace(cluster: Cluster) -> Iterator[str]:
 
 
 def _install(cluster: Cluster, namespace: str, *settings: str) -> Release:
-    cluster.helm("install", NAME, *cluster.chart("dev", *settings), "--namespace", namespace)
-    return Release(cluster=cluster, namespace=namespace)
+    release = Release(cluster=cluster, namespace=namespace)
+    release.apply("install", *settings, words=())
+    return release
 
 
 def _statuses(release: Release, role: str) -> list[dict[str, Any]]:
@@ -68,8 +69,8 @@ def test_a_wrong_password_is_named_by_every_role(cluster: Cluster, namespace: st
     release = _install(cluster, namespace, "redis.enabled=true")
     until(lambda: any(each["ready"] for each in _statuses(release, "redis")), 120, "Redis is ready")
     wrong = {"stringData": dict.fromkeys(("gateway", "scheduler", "attention", "experts"), "another")}
-    cluster.kubectl("-n", namespace, "patch", "secret", f"{PREFIX}-redis-users", "--patch", json.dumps(wrong))
-    cluster.kubectl("-n", namespace, "delete", "pods", "-l", "app.kubernetes.io/component!=redis", "--wait=false")
+    release.kubectl("patch", "secret", f"{PREFIX}-redis-users", "--patch", json.dumps(wrong))
+    release.kubectl("delete", "pods", "-l", "app.kubernetes.io/component!=redis", "--wait=false")
     for role in ("gateway", "scheduler", "attention", "experts"):
         until(
             lambda role=role: "Redis refuses the credentials" in _last_words(release, role),
@@ -89,8 +90,8 @@ def test_a_gpu_that_no_node_has_leaves_the_pod_pending_with_a_reason(
         return " ".join(str(each.get("message")) for each in conditions if each["type"] == "PodScheduled")
 
     until(lambda: "Insufficient nvidia.com/gpu" in reason(), 60, "the pod says which resource is missing")
-    notes = cluster.helm("get", "notes", NAME, "--namespace", namespace)
-    said = cluster.kubectl("-n", namespace, "get", "events", "--field-selector", "type=Warning")
+    notes = release.helm("get", "notes", NAME)
+    said = release.kubectl("get", "events", "--field-selector", "type=Warning")
     assert "get events --field-selector type=Warning" in notes
     assert "Insufficient nvidia.com/gpu" in said
     assert f"expertmesh status --kube-namespace {namespace} --release {NAME}" in notes
@@ -111,8 +112,8 @@ def test_a_group_beyond_the_experts_and_a_pod_that_is_refused_are_explained(
 
 
 def test_a_wrong_value_makes_nothing(cluster: Cluster, namespace: str) -> None:
-    chart = cluster.chart("dev", "gateway.replicas=many", "experts.shards=3")
-    said = cluster.helm("install", NAME, *chart, "--namespace", namespace, check=False)
+    release = Release(cluster=cluster, namespace=namespace)
+    said = release.apply("install", "gateway.replicas=many", "experts.shards=3", words=(), check=False)
     assert "gateway.replicas: Invalid type. Expected: [integer,null], given: string" in said
     assert "Additional property shards is not allowed" in said
-    assert cluster.kubectl("-n", namespace, "get", "pods", "-o", "name") == ""
+    assert release.kubectl("get", "pods", "-o", "name") == ""

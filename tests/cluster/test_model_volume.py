@@ -7,22 +7,17 @@ from collections.abc import Iterator
 
 import pytest
 from testkit.kube.cluster import Cluster, until
-from testkit.kube.release import NAME, PREFIX, Release
-from testkit.pocket.answers import MAX_TOKENS, POCKET, recorded
+from testkit.kube.release import NAME, PREFIX, WAIT, Release
+from testkit.pocket.answers import POCKET
 
 FILE = POCKET / "model/model.safetensors"
 DIGEST = hashlib.sha256(FILE.read_bytes()).hexdigest()
 SETTINGS = (
     *("model.source=pvc", "model.subPath=pocket", "model.pvc.size=1Gi", "model.pvc.accessModes={ReadWriteOnce}"),
     *("model.pvc.prefetch.enabled=true", "model.pvc.prefetch.source=/source"),
-    *(
-        "model.pvc.prefetch.extraVolumes[0].name=source",
-        f"model.pvc.prefetch.extraVolumes[0].hostPath.path={FILE.parent}",
-    ),
-    *(
-        "model.pvc.prefetch.extraVolumeMounts[0].name=source",
-        "model.pvc.prefetch.extraVolumeMounts[0].mountPath=/source",
-    ),
+    *("model.pvc.prefetch.extraVolumes[0].name=source", "model.pvc.prefetch.extraVolumeMounts[0].name=source"),
+    f"model.pvc.prefetch.extraVolumes[0].hostPath.path={FILE.parent}",
+    "model.pvc.prefetch.extraVolumeMounts[0].mountPath=/source",
 )
 
 
@@ -42,7 +37,7 @@ def _gateways_wait(release: Release) -> dict[str, object]:
 def test_it_serves_what_the_job_fetched_and_keeps_it(cluster: Cluster, namespace: str) -> None:
     release = Release(cluster=cluster, namespace=namespace)
     wrong = f"model.pvc.prefetch.sha256.model\\.safetensors={'0' * 64}"
-    cluster.helm("install", NAME, *cluster.chart("dev", *SETTINGS, wrong), "--namespace", namespace)
+    release.apply("install", *SETTINGS, wrong, words=())
     folder = cluster.opened(namespace, f"{PREFIX}-model")
 
     def refused() -> bool:
@@ -52,13 +47,8 @@ def test_it_serves_what_the_job_fetched_and_keeps_it(cluster: Cluster, namespace
     until(refused, 120, "the Job says that the file is another")
     until(lambda: "running" in _gateways_wait(release), 60, "the gateway waits for the model")
     right = f"model.pvc.prefetch.sha256.model\\.safetensors={DIGEST}"
-    chart = cluster.chart("dev", *SETTINGS, right)
-    cluster.helm("upgrade", NAME, *chart, "--namespace", namespace, "--wait", "--wait-for-jobs", "--timeout", "8m")
-    [record] = recorded()[:1]
-    answer = release.client().completions.create(
-        model="pocket", prompt=record["prompt"], max_tokens=MAX_TOKENS, temperature=0
-    )
-    assert answer.choices[0].text == record["text"]
-    cluster.helm("uninstall", NAME, "--namespace", namespace, "--wait", "--timeout", "5m")
+    release.apply("upgrade", *SETTINGS, right, words=("--wait-for-jobs", *WAIT))
+    release.answers_as_recorded(1)
+    release.helm("uninstall", NAME, *WAIT)
     assert len(list(folder.glob("*/pocket/model.safetensors"))) == 2  # that of the refused digest is another
     assert cluster.get(namespace, "pvc", f"{PREFIX}-model")["status"]["phase"] == "Bound"

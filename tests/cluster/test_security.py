@@ -6,8 +6,8 @@ import json
 from collections.abc import Iterator
 
 import pytest
-from testkit.kube.cluster import TAG, Cluster, until
-from testkit.kube.release import NAME, PREFIX, PYTHON, Release
+from testkit.kube.cluster import RESTRICTED, TAG, Cluster, until
+from testkit.kube.release import PREFIX, PYTHON, Release
 
 ROLES = ("gateway", "scheduler", "attention", "experts", "redis")
 PORTS = {"gateway": 8000, "scheduler": 9100, "attention": 9100, "experts": 9100, "redis": 6379}
@@ -26,12 +26,6 @@ AUTOSCALED = (
 PAGE = "import urllib.request as r; print(r.urlopen('http://127.0.0.1:9100/metrics').read().decode())"
 SEES = ("deployments.apps", "statefulsets.apps")
 """What the scheduler may get, list and watch."""
-CONTEXT = {
-    "allowPrivilegeEscalation": False,
-    "capabilities": {"drop": ["ALL"]},
-    "runAsNonRoot": True,
-    "seccompProfile": {"type": "RuntimeDefault"},
-}
 
 
 @pytest.fixture(scope="module")
@@ -40,10 +34,10 @@ def release(cluster: Cluster) -> Iterator[Release]:
     scheduler asks the API server then."""
     with cluster.namespace("t-security") as namespace:
         _foreign_pod(cluster, namespace, "foreign", {})
-        wait = ("--wait", "--timeout", "10m")
-        cluster.helm("install", NAME, *cluster.chart("dev", *AUTOSCALED), "--namespace", namespace, *wait)
-        cluster.kubectl("-n", namespace, "wait", "pod/foreign", "--for=condition=Ready", "--timeout=120s")
-        yield Release(cluster=cluster, namespace=namespace)
+        found = Release(cluster=cluster, namespace=namespace)
+        found.apply("install", *AUTOSCALED)
+        found.kubectl("wait", "pod/foreign", "--for=condition=Ready", "--timeout=120s")
+        yield found
 
 
 def _foreign_pod(cluster: Cluster, namespace: str, name: str, context: dict[str, object], **spec: object) -> str:
@@ -51,7 +45,7 @@ def _foreign_pod(cluster: Cluster, namespace: str, name: str, context: dict[str,
         "name": "main",
         "image": f"expertmesh-control:{TAG}",
         "command": [PYTHON, "-c", "import time; time.sleep(3600)"],
-        "securityContext": CONTEXT | context,
+        "securityContext": RESTRICTED | context,
     }
     pod = {
         "apiVersion": "v1",
@@ -64,12 +58,11 @@ def _foreign_pod(cluster: Cluster, namespace: str, name: str, context: dict[str,
 
 def _labelled(release: Release, name: str, role: str) -> None:
     """A pod of somebody else with the labels of ``role``, running."""
-    cluster, labels = release.cluster, release.pods(role)[0]["metadata"]["labels"]
+    labels = release.pods(role)[0]["metadata"]["labels"]
     wanted = {key: value for key, value in labels.items() if key.startswith("app.kubernetes.io/")}
-    _foreign_pod(cluster, release.namespace, name, {})
-    pairs = [f"{key}={value}" for key, value in wanted.items()]
-    cluster.kubectl("-n", release.namespace, "label", "pod", name, *pairs)
-    cluster.kubectl("-n", release.namespace, "wait", f"pod/{name}", "--for=condition=Ready", "--timeout=120s")
+    _foreign_pod(release.cluster, release.namespace, name, {})
+    release.kubectl("label", "pod", name, *(f"{key}={value}" for key, value in wanted.items()))
+    release.kubectl("wait", f"pod/{name}", "--for=condition=Ready", "--timeout=120s")
 
 
 def _of(release: Release, role: str) -> tuple[str, str]:
@@ -94,7 +87,7 @@ def test_the_same_pod_with_the_label_of_a_role_reaches_what_that_role_does(relea
     _labelled(release, "disguised", "attention")
     until(lambda: release.reaches("disguised", _of(release, "redis")[1], 6379), 60, "it reaches Redis")
     until(lambda: release.reaches("disguised", _of(release, "experts")[1], 7100), 60, "it reaches an expert worker")
-    release.cluster.kubectl("-n", release.namespace, "delete", "pod", "disguised", "--wait=true")
+    release.kubectl("delete", "pod", "disguised", "--wait=true")
 
 
 def test_roles_reach_each_other_by_the_hops_alone(release: Release) -> None:
@@ -121,7 +114,7 @@ def test_the_scheduler_sees_how_many_replicas_there_are(release: Release) -> Non
     python = ("deploy/" + f"{PREFIX}-scheduler", "--", PYTHON, "-c", PAGE)
 
     def shown() -> set[str]:
-        page = release.cluster.kubectl("-n", release.namespace, "exec", *python)
+        page = release.kubectl("exec", *python)
         return {line for line in page.splitlines() if line.startswith("expertmesh_told_replicas{")}
 
     groups = {f'expertmesh_told_replicas{{role="experts",shard="{group}"}} 1.0' for group in range(2)}
@@ -155,7 +148,7 @@ def test_no_pod_but_the_schedulers_holds_a_token_and_none_runs_as_root(release: 
     for pod in release.pods():
         name = pod["metadata"]["name"]
         look = "id -u; ls /var/run/secrets/kubernetes.io 2>&1; touch /x 2>&1 || true"
-        said = release.cluster.kubectl("-n", release.namespace, "exec", name, "--", "sh", "-c", look)
+        said = release.kubectl("exec", name, "--", "sh", "-c", look)
         uid, *rest = said.splitlines()
         assert uid != "0"
         assert ("No such file" in rest[0]) is ("scheduler" not in name)

@@ -28,9 +28,7 @@ OPTIONS = {
         *("experts.perGroup.1.nodeSelector.disk=ssd", "experts.perGroup.3.replicas=null"),
     ],
     "Redis elsewhere": [
-        "redis.enabled=false",
-        "redis.external.url=rediss://redis.db:6380/0",
-        "redis.external.caSecret=redis-ca",
+        *("redis.enabled=false", "redis.external.url=rediss://redis.db:6380/0", "redis.external.caSecret=redis-ca"),
     ],
     "Redis by Sentinels": [
         *("redis.enabled=false", "redis.external.existingSecret=redis-url"),
@@ -89,12 +87,9 @@ OPTIONS = {
     "placed": [
         *("gateway.rollingUpdate.maxSurge=25%", "scheduler.rollingUpdate.maxUnavailable=1", "bindAddress=::"),
         *("gateway.podLabels.team=a", "commonLabels.team=b", "commonAnnotations.note=c"),
-        *("gateway.spread=hard", "experts.priorityClassName=high", "attention.tolerations[0].key=gpu"),
-        *(
-            "attention.tolerations[0].operator=Exists",
-            "gateway.service.type=NodePort",
-            "gateway.service.nodePort=30080",
-        ),
+        *("gateway.spread=hard", "experts.priorityClassName=high", "gateway.service.type=NodePort"),
+        *("attention.tolerations[0].key=gpu", "attention.tolerations[0].operator=Exists"),
+        "gateway.service.nodePort=30080",
         *("gateway.ingress.enabled=true", "gateway.ingress.host=llm.example.org", "gateway.ingress.tlsSecret=cert"),
     ],
 }
@@ -111,12 +106,9 @@ def namespace(bare_cluster: Cluster) -> Iterator[str]:
 @pytest.mark.parametrize("profile", PROFILES)
 def test_every_rendering_is_accepted(bare_cluster: Cluster, namespace: str, profile: str, option: str) -> None:
     asked = [MODEL] if profile == "single-node" and "model.source" not in str(OPTIONS[option]) else []
-    settings = [word for setting in [*asked, *OPTIONS[option]] for word in ("--set", setting)]
-    values = ("--values", str(CHART / f"values-{profile}.yaml"))
     apis = () if option == "autoscaled without KEDA" else ("--api-versions", "keda.sh/v1alpha1")
-    text = bare_cluster.helm("template", NAME, str(CHART), "--namespace", namespace, *apis, *values, *settings)
-    said = bare_cluster.kubectl("-n", namespace, "apply", "--dry-run=server", "-f", "-", text=text)
-    assert said.count("server dry run") == text.count("\nkind: ")
+    text = bare_cluster.rendered(namespace, profile, *asked, *OPTIONS[option], words=apis)
+    assert bare_cluster.dry_run(namespace, text).count("server dry run") == text.count("\nkind: ")
     assert ("kind: ScaledObject" in text) is (option == "autoscaled")
 
 
@@ -147,10 +139,8 @@ def test_which_level_of_pod_security_a_setting_keeps(
 ) -> None:
     """The table in the chart's README."""
     name, level = warned
-    words = [word for setting in settings for word in ("--set", setting)]
-    profile = ("--values", str(CHART / "values-dev.yaml"))
-    text = bare_cluster.helm("template", NAME, str(CHART), "--namespace", name, *profile, *words)
-    said = bare_cluster.kubectl("-n", name, "apply", "--dry-run=server", "-f", "-", text=text, check=False)
+    text = bare_cluster.rendered(name, "dev", *settings)
+    said = bare_cluster.dry_run(name, text, check=False)
     assert said.count("server dry run") == text.count("\nkind: ")
     warnings = [line for line in said.splitlines() if "would violate PodSecurity" in line]
     assert all(f'"{level}:latest"' in line and what in line for line in warnings)
@@ -174,9 +164,7 @@ def standing(bare_cluster: Cluster) -> Iterator[str]:
 
 def _registration(cluster: Cluster, namespace: str, *settings: str) -> str:
     """What of a release with ``settings`` an upgrade may meet, all scaled to zero."""
-    words = [word for setting in [*INSTALLED, *settings] for word in ("--set", setting)]
-    profile = ("--values", str(CHART / "values-dev.yaml"))
-    text = cluster.helm("template", NAME, str(CHART), "--namespace", namespace, *profile, *words)
+    text = cluster.rendered(namespace, "dev", *INSTALLED, *settings)
     found = [each for each in yaml.safe_load_all(text) if each and each["kind"] in STANDING]
     for each in found:
         if "replicas" in each["spec"]:
@@ -200,8 +188,7 @@ def test_what_the_api_server_refuses_in_an_upgrade(
 ) -> None:
     """The table in the chart's README."""
     text = _registration(bare_cluster, standing, *settings)
-    said = bare_cluster.kubectl("-n", standing, "apply", "--dry-run=server", "-f", "-", text=text, check=False)
-    assert says in said
+    assert says in bare_cluster.dry_run(standing, text, check=False)
 
 
 @pytest.mark.parametrize(
@@ -214,8 +201,7 @@ def test_what_the_api_server_refuses_in_an_upgrade(
 )
 def test_the_rest_may_change(bare_cluster: Cluster, standing: str, settings: list[str]) -> None:
     text = _registration(bare_cluster, standing, *settings)
-    said = bare_cluster.kubectl("-n", standing, "apply", "--dry-run=server", "-f", "-", text=text)
-    assert " configured (server dry run)" in said
+    assert " configured (server dry run)" in bare_cluster.dry_run(standing, text)
 
 
 @pytest.mark.parametrize("profile", PROFILES)

@@ -11,14 +11,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from testkit.kube.chart import chart_words
 from testkit.kube.cluster import IMAGES, LOCAL, TAG, Cluster, until
-from testkit.kube.release import COMES_BACK, NAME, Release, is_leaving
+from testkit.kube.release import COMES_BACK, NAME, WAIT, Release, is_leaving
 from testkit.processes.earlier import unpack
 
 FROM = os.environ.get("KUBE_FROM", "")
 OLD = f"{TAG}-from"
 OURS = ("expertmesh-control", "expertmesh-worker-cpu")
-OLD_IMAGES = ["--set", f"images.control.tag={OLD}", "--set", f"images.worker.tag={OLD}"]
+OLD_IMAGES = (f"images.control.tag={OLD}", f"images.worker.tag={OLD}")
 pytestmark = pytest.mark.skipif(not FROM, reason="KUBE_FROM names no commit to upgrade from")
 
 
@@ -28,8 +29,7 @@ def old_chart(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> lis
     tree = unpack(tmp_path_factory.mktemp("from"), FROM)
     for name in OURS:
         _build(cluster, tree, name)
-    chart = tree / "helm/expertmesh"
-    return [str(chart), "--values", str(chart / "values-dev.yaml"), *LOCAL, *OLD_IMAGES]
+    return chart_words("dev", *LOCAL, *OLD_IMAGES, chart=tree / "helm/expertmesh")
 
 
 def _build(cluster: Cluster, tree: Path, name: str) -> None:
@@ -42,36 +42,26 @@ def _build(cluster: Cluster, tree: Path, name: str) -> None:
 @pytest.fixture(scope="module")
 def before(cluster: Cluster, old_chart: list[str]) -> Iterator[Release]:
     with cluster.namespace("t-upgrade-from") as namespace:
-        cluster.helm("install", NAME, *old_chart, "--namespace", namespace, "--wait", "--timeout", "10m")
-        yield Release(cluster=cluster, namespace=namespace)
+        release = Release(cluster=cluster, namespace=namespace)
+        release.helm("install", NAME, *old_chart, *WAIT)
+        yield release
 
 
 async def test_an_upgrade_from_another_commit_under_load_fails_nothing(before: Release) -> None:
-    cluster, namespace, key = before.cluster, before.namespace, before.key
-    old = {pod["metadata"]["uid"] for pod in before.pods() if "redis" not in pod["metadata"]["name"]}
-
-    def upgrade() -> None:
-        cluster.helm("upgrade", NAME, *cluster.chart("dev"), "--namespace", namespace, "--wait", "--timeout", "10m")
-
-    began = time.monotonic()
-    outcome = await before.under_load(upgrade, manner=COMES_BACK, lead_s=5)
+    key, old, began = before.key, before.uids() - before.uids("redis"), time.monotonic()
+    outcome = await before.under_load(lambda: before.apply("upgrade"), manner=COMES_BACK, lead_s=5)
     print(f"\nupgrade from {FROM} in {time.monotonic() - began:.0f} s: {outcome}")
-    assert (outcome.failed, outcome.wrong) == ([], [])
     assert outcome.finished > 10
-    until(lambda: old.isdisjoint(pod["metadata"]["uid"] for pod in before.pods()), 120, "the old pods are gone")
+    until(lambda: old.isdisjoint(before.uids()), 120, "the old pods are gone")
     assert before.key == key
 
 
 async def test_a_rollback_to_it_under_load_fails_nothing(before: Release, old_chart: list[str]) -> None:
-    cluster, namespace = before.cluster, before.namespace
-    to_default = [*cluster.chart("dev"), "--set", "redis.acl.login=default"]
-
     def roll_back() -> None:
         if not (Path(old_chart[0]) / "files/redis-users.acl").exists():  # see docs/kubernetes-operations.md
-            cluster.helm("upgrade", NAME, *to_default, "--namespace", namespace, "--wait", "--timeout", "10m")
+            before.apply("upgrade", "redis.acl.login=default")
             until(lambda: not any(map(is_leaving, before.pods())), 120, "the pods of before have ended")
-        cluster.helm("rollback", NAME, "1", "--namespace", namespace, "--wait", "--timeout", "10m")
+        before.helm("rollback", NAME, "1", *WAIT)
 
     outcome = await before.under_load(roll_back, manner=COMES_BACK, lead_s=5)
     print(f"\nback to {FROM}: {outcome}")
-    assert (outcome.failed, outcome.wrong) == ([], [])

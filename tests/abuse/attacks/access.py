@@ -10,7 +10,7 @@ import time
 from typing import Any
 
 import httpx
-from testkit.processes.servers import flags, free_port
+from testkit.processes.servers import flags, free_port, is_ready
 from testkit.waiting import until
 
 from abuse.attack import Attack, Target
@@ -110,7 +110,7 @@ async def web_page(target: Target) -> None:
     )
     url = f"http://127.0.0.1:{port}"
     try:
-        await asyncio.to_thread(until, lambda: _up(url), "a second gateway is up")
+        await asyncio.to_thread(until, lambda: is_ready(url), "a second gateway is up")
         await _as_web_page(target, url)
     finally:
         await asyncio.to_thread(proc.stop)
@@ -137,13 +137,6 @@ async def _as_web_page(target: Target, url: str) -> None:
         target.check(read.status_code != 200, "another host reads /metrics")
         good = await client.post(f"{url}/v1/completions", content=body, headers={"Content-Type": "application/json"})
         target.check(good.status_code == 200, f"an honest local client gets {good.status_code}")
-
-
-def _up(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/ready", timeout=2).status_code == 200
-    except httpx.HTTPError:
-        return False
 
 
 async def forged_log(target: Target) -> None:

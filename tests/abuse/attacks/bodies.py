@@ -7,47 +7,28 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable
 
+from testkit.processes.hostile_bodies import Filled, filled, numbered
+
 from abuse.attack import Attack, Bounds, Target
 
 SIZES_MB = (0.26, 1.0, 4.1)
-_MESSAGE = '{"role":"user","content":['
-Filled = Callable[[int], bytes]
-
-
-def filled(before: str, item: str, after: str) -> Filled:
-    """Bodies of a size: ``item`` as often as it takes, commas in between."""
-
-    def of_size(size: int) -> bytes:
-        count = (size - len(before) - len(after)) // (len(item) + 1)
-        return (before + ",".join([item] * count) + after).encode()
-
-    return of_size
-
-
-def _map(size: int) -> bytes:
-    """Many values of a wrong type, of which 32 would be the most."""
-    values, key = [], 0
-    while 8 + 16 * key < size:
-        values.append(f'"{key:08}":[]')
-        key += 1
-    return ('{"messages":[{"role":"user","content":"hi"}],"chat_template_kwargs":{' + ",".join(values) + "}}").encode()
-
-
+_CHAT = b'{"messages":['
+_MESSAGE = _CHAT + b'{"role":"user","content":'
 WRONG: dict[str, tuple[str, Filled]] = {
-    "empty lists": ("/v1/completions", filled('{"prompt":[', "[]", "]}")),
-    "empty parts": ("/v1/chat/completions", filled('{"messages":[' + _MESSAGE, "{}", "]}]}")),
-    "template options": ("/v1/chat/completions", _map),
-    "empty strings as ids": ("/detokenize", filled('{"tokens":[', '""', "]}")),
-    "ids, too many": ("/v1/completions", filled('{"max_tokens":1,"prompt":[', "7", "]}")),
-    "fractions as ids": ("/v1/completions", filled('{"prompt":[', "0.5", "]}")),
-    "lists, the last one wrong": ("/v1/completions", filled('{"prompt":[', "[7]", ',["x"]]}')),
-    "messages, too many": ("/v1/chat/completions", filled('{"messages":[', '{"role":"x"}', "]}")),
-    "stop strings": ("/v1/completions", filled('{"prompt":"a","stop":[', '""', "]}")),
-    "biases": ("/v1/completions", filled('{"prompt":"a","logit_bias":{', '"x":"y"', "}}")),
+    "empty lists": ("/v1/completions", filled(b'{"prompt":[', b"[]", b"]}")),
+    "empty parts": ("/v1/chat/completions", filled(_MESSAGE + b"[", b"{}", b"]}]}")),
+    "template options": ("/v1/chat/completions", numbered(_MESSAGE + b'"hi"}],"chat_template_kwargs":{', b"[]", b"}}")),
+    "empty strings as ids": ("/detokenize", filled(b'{"tokens":[', b'""', b"]}")),
+    "ids, too many": ("/v1/completions", filled(b'{"max_tokens":1,"prompt":[', b"7", b"]}")),
+    "fractions as ids": ("/v1/completions", filled(b'{"prompt":[', b"0.5", b"]}")),
+    "lists, the last one wrong": ("/v1/completions", filled(b'{"prompt":[', b"[7]", b',["x"]]}')),
+    "messages, too many": ("/v1/chat/completions", filled(_CHAT, b'{"role":"x"}', b"]}")),
+    "stop strings": ("/v1/completions", filled(b'{"prompt":"a","stop":[', b'""', b"]}")),
+    "biases": ("/v1/completions", filled(b'{"prompt":"a","logit_bias":{', b'"x":"y"', b"}}")),
     "depth": ("/v1/completions", lambda size: b'{"prompt":' + b"[" * (size // 2) + b"]" * (size // 2) + b"}"),
-    "keys twice": ("/v1/completions", filled("{", '"prompt":[[]]', "}")),
-    "unknown fields": ("/v1/completions", filled('{"prompt":"a","tools":[', '{"type":"function"}', "]}")),
-    "escapes": ("/v1/completions", filled('{"max_tokens":1,"prompt":["', "\\\\u0000", '"]}')),
+    "keys twice": ("/v1/completions", filled(b"{", b'"prompt":[[]]', b"}")),
+    "unknown fields": ("/v1/completions", filled(b'{"prompt":"a","tools":[', b'{"type":"function"}', b"]}")),
+    "escapes": ("/v1/completions", filled(b'{"max_tokens":1,"prompt":["', b"\\\\u0000", b'"]}')),
     "a salt": (
         "/v1/completions",
         lambda size: b'{"n":128,"max_tokens":1,"prompt":"a","cache_salt":"' + b"s" * size + b'"}',
@@ -62,7 +43,7 @@ def _body(name: str) -> Attack:
     async def run(target: Target) -> None:
         for size in SIZES_MB:
             await target.post(path, of_size(int(size * 1e6)), timeout_s=90)
-            target.found[f"{size:g} MB"] = f"{target.answers.slowest:.1f} s, {target.stage.rss_mib('gateway'):.0f} MiB"
+            target.found[f"{size:g} MB"] = f"{target.answers.slowest:.1f} s, {target.stage.rss_mib():.0f} MiB"
 
     return Attack(name=f"body: {name}", finding="C1", run=run, bounds=Bounds(peak=450, within=150))
 
@@ -75,7 +56,7 @@ async def _at_once(target: Target) -> None:
 
 async def _many_at_once(target: Target) -> None:
     """200 of 4 MB, each whole and in order but too long: what waits to be read has a bound, too."""
-    body = filled('{"max_tokens":1,"prompt":[', "7", "]}")(4_190_000)
+    body = filled(b'{"max_tokens":1,"prompt":[', b"7", b"]}")(4_190_000)
     await asyncio.gather(*(target.post("/v1/completions", body, timeout_s=80) for _ in range(200)))
 
 
@@ -112,22 +93,16 @@ def _texts(path: str, fields: str, text: str, size: int = 4_000_000) -> Callable
 
 
 async def _detokenize(target: Target) -> None:
-    body = filled('{"tokens":[', "7", "]}")(4_190_000)
+    body = filled(b'{"tokens":[', b"7", b"]}")(4_190_000)
     await asyncio.gather(*(target.post("/detokenize", body) for _ in range(4)))
 
 
 async def _unread_tokens(target: Target) -> None:
     """Long texts, and nobody waits for what becomes of them."""
-    body = json.dumps({"prompt": "wörd " * 600_000, "return_token_strs": True}).encode()
-    head = target.dialer().head("POST", "/tokenize", {"Content-Length": str(len(body))})
-
-    async def leave() -> None:
-        async with target.dialer().socket() as sock:
-            loop = asyncio.get_running_loop()
-            await loop.sock_sendall(sock, head + body)
-
+    asked = target.dialer().request("/tokenize", {"prompt": "wörd " * 600_000, "return_token_strs": True})
     for _ in range(24):
-        await leave()
+        async with target.dialer().socket() as sock:
+            await asyncio.get_running_loop().sock_sendall(sock, asked)
     await asyncio.sleep(8)
 
 

@@ -4,11 +4,10 @@ are skipped and counted; who reads them goes on."""
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 from typing import Any
 
 import msgspec
+from testkit.processes.servers import stopped
 
 from abuse.attack import Attack, Bounds, Target
 from abuse.kit.tokens import HOLD
@@ -90,11 +89,9 @@ async def workers(target: Target) -> None:
 
 async def requests(target: Target) -> None:
     """The record of a request that waits, changed while the scheduler stands still."""
-    scheduler = target.stage.procs["scheduler"].pid
     async with target.store() as store:
         before = set(await store.keys(KEYS.request("*")))
-        os.kill(scheduler, signal.SIGSTOP)
-        try:
+        with stopped(target.stage.procs["scheduler"].pid):
             asking = [
                 asyncio.create_task(target.post("/v1/completions", {"prompt": [9] * 20, "max_tokens": 2}))
                 for _ in range(4)
@@ -104,8 +101,6 @@ async def requests(target: Target) -> None:
             mine = [key for key in fresh if await store.hget(key, "tenant") == b"mallory"]
             for key, body in zip(mine, UNREADABLE[1:], strict=False):
                 await store.hset(key, "body", body)
-        finally:
-            os.kill(scheduler, signal.SIGCONT)
         await asyncio.gather(*asking)
         target.check(bool(mine), "no record was there to change")
         target.found["records changed"] = len(mine)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import json
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -45,7 +44,7 @@ async def send_raw(target: Target, pieces: Iterable[bytes], *, wait_s: float = C
             target.answers.kinds["reset"] += 1
         finally:
             sending.cancel()
-    target.found["MiB then"] = round(target.stage.rss_mib("gateway"))
+    target.found["MiB then"] = round(target.stage.rss_mib())
 
 
 async def _until_closed(sock: socket.socket) -> None:
@@ -193,23 +192,22 @@ async def full_heads(target: Target) -> None:
     async with Connections(target) as connections:
         await connections.add(1000, [_REQUEST + b"a: " + b"b" * 60_000])
         await connections.add(1000, [_REQUEST + b"a:b\r\n" * 12_000])
-        target.found["MiB then"] = round(target.stage.rss_mib("gateway"))
+        target.found["MiB then"] = round(target.stage.rss_mib())
         await asyncio.sleep(3)
 
 
 async def sent_ahead(target: Target) -> None:
     """400 connections whose first request waits, with four more and their bodies behind it in one go."""
-    first = json.dumps({"prompt": [HOLD, 7], "stream": True, "max_tokens": 5}).encode()
-    waits = target.dialer().head("POST", "/v1/completions", {"Content-Length": str(len(first))}) + first
-    ahead = target.dialer().head("POST", "/v1/completions", {"Content-Length": "61000"}) + b" " * 61_000
+    waits = target.dialer().request("/v1/completions", {"prompt": [HOLD, 7], "stream": True, "max_tokens": 5})
+    ahead = target.dialer().request("/v1/completions", b" " * 61_000)
     async with Connections(target) as connections:
         for _ in range(4):
             await connections.add(100, [waits])
         await asyncio.sleep(2)
-        before = target.stage.rss_mib("gateway")
+        before = target.stage.rss_mib()
         await connections.say(ahead * 4)
         await asyncio.sleep(3)
-        grown = target.stage.rss_mib("gateway") - before
+        grown = target.stage.rss_mib() - before
         target.found["MiB more then"] = round(grown)
         target.check(grown < 60, f"the gateway took {grown:.0f} MiB of what was sent ahead")
 
@@ -219,7 +217,7 @@ async def held_bodies(target: Target) -> None:
     head = target.dialer().head("POST", "/v1/completions", {"Content-Length": "4190000"})
     async with Connections(target) as connections:
         await connections.add(300, [head, b" " * 4_189_999])
-        target.found["MiB then"] = round(target.stage.rss_mib("gateway"))
+        target.found["MiB then"] = round(target.stage.rss_mib())
         target.found["refused"] = connections.refused
         await asyncio.sleep(2)
 
@@ -229,7 +227,7 @@ async def nobodys_bodies(target: Target) -> None:
     head = target.dialer(None).head("POST", "/v1/completions", {"Content-Length": "4190000"})
     async with Connections(target) as connections:
         await connections.add(200, [head, b" " * 4_189_999])
-        target.found["MiB then"] = round(target.stage.rss_mib("gateway"))
+        target.found["MiB then"] = round(target.stage.rss_mib())
         await asyncio.sleep(1)
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-import os
 import socket
 import time
+from functools import partial
 from typing import Any
 
 from abuse.attack import Attack, Bounds, Target
 from abuse.attacks.heads import Connections
+from abuse.kit.cage import descriptors
 from abuse.kit.stage import Shape
 from abuse.kit.tokens import BURST
 from services.config.settings import Settings
@@ -32,20 +32,14 @@ def _shape() -> Shape:
     return Shape(gateway=((option, 5),) if option else ())
 
 
-def _files(target: Target) -> int:
-    return len(os.listdir(f"/proc/{target.stage.procs['gateway'].pid}/fd"))
-
-
 async def unread(
     target: Target, stack: contextlib.AsyncExitStack, count: int, body: dict[str, Any], path: str = "/v1/completions"
 ) -> list[socket.socket]:
     """So many requests whose clients stopped reading before an answer began."""
-    data = json.dumps(body).encode()
-    head = target.dialer().head("POST", path, {"Content-Length": str(len(data)), "Content-Type": "application/json"})
-    loop, opened = asyncio.get_running_loop(), list[socket.socket]()
+    loop, opened, asked = asyncio.get_running_loop(), list[socket.socket](), target.dialer().request(path, body)
     for _ in range(count):
         opened.append(await stack.enter_async_context(target.dialer().socket(_RECEIVED)))
-        await loop.sock_sendall(opened[-1], head + data)
+        await loop.sock_sendall(opened[-1], asked)
     return opened
 
 
@@ -61,16 +55,16 @@ async def _sip(sockets: list[socket.socket], size: int, seconds: float) -> None:
 
 async def stopped(target: Target) -> None:
     """Five with 10 MB each to come: their connections and what waits for them are freed."""
-    freed_s = 10.0 if stall_option() else FREED_S
-    before, body = _files(target), {"prompt": [BURST, 9], "n": 8, "logprobs": 20, "max_tokens": 800} | _STREAM
+    freed_s, files = 10.0 if stall_option() else FREED_S, partial(descriptors, target.stage.procs["gateway"].pid)
+    before, body = files(), {"prompt": [BURST, 9], "n": 8, "logprobs": 20, "max_tokens": 800} | _STREAM
     async with contextlib.AsyncExitStack() as stack:
         await unread(target, stack, 5, body)
         await asyncio.sleep(6)  # now all is there that will come
-        held, began = _files(target) - before, time.monotonic()
-        while _files(target) - before > held - 5 and time.monotonic() < began + freed_s + 10:
+        held, began = files() - before, time.monotonic()
+        while files() - before > held - 5 and time.monotonic() < began + freed_s + 10:
             await asyncio.sleep(0.5)
         target.found["freed after"] = f"{time.monotonic() - began:.0f} s"
-        target.check(_files(target) - before <= held - 5, f"not freed within {freed_s + 10:g} s")
+        target.check(files() - before <= held - 5, f"not freed within {freed_s + 10:g} s")
 
 
 async def slow(target: Target) -> None:
@@ -86,7 +80,7 @@ async def never_read_whole(target: Target) -> None:
     async with contextlib.AsyncExitStack() as stack:
         await unread(target, stack, 40, body)
         await asyncio.sleep(8)
-        target.found["MiB then"] = round(target.stage.rss_mib("gateway"))
+        target.found["MiB then"] = round(target.stage.rss_mib())
 
 
 async def hoarded(target: Target) -> None:
@@ -98,7 +92,7 @@ async def hoarded(target: Target) -> None:
         for _ in range(10):
             sockets += await unread(target, stack, 4, body)
             await _sip(sockets, 4096, 2)
-        target.found["MiB then"] = round(target.stage.rss_mib("gateway"))
+        target.found["MiB then"] = round(target.stage.rss_mib())
         await _sip(sockets, 4096, 5)
         answer = await target.post("/v1/completions", {"prompt": [9] * 20, "max_tokens": 3}, tenant="bob")
         target.check(answer.status == 200, f"meanwhile another tenant gets {answer.kind}")
@@ -114,21 +108,20 @@ async def unread_tokens(target: Target) -> None:
             await unread(target, stack, 10, {"tokens": ids}, "/detokenize")
             await asyncio.sleep(0.2)
         await asyncio.sleep(5)
-        target.found["MiB then"] = round(target.stage.rss_mib("gateway"))
+        target.found["MiB then"] = round(target.stage.rss_mib())
 
 
 async def crowded(target: Target) -> None:
     """1,500 clients ask for the answer of one key, with 1,024 choices, and read nothing of it."""
     body = {"prompt": [[BURST, 9, i] for i in range(8)], "n": 128, "max_tokens": 64, "ignore_eos": True, "seed": 1}
     headers = {"Idempotency-Key": f"crowded-{id(target)}"}
-    data = json.dumps(body | {"stream": True}).encode()
-    head = target.dialer().head("POST", "/v1/completions", {"Content-Length": str(len(data))} | headers)
+    asked = target.dialer().request("/v1/completions", body | {"stream": True}, headers)
     async with Connections(target) as connections:
         for _ in range(15):
-            await connections.add(100, [head + data])
+            await connections.add(100, [asked])
             await asyncio.sleep(0.3)
         await asyncio.sleep(4)
-        target.found["MiB then"] = round(target.stage.rss_mib("gateway"))
+        target.found["MiB then"] = round(target.stage.rss_mib())
 
 
 ATTACKS = [

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 from collections.abc import Callable
 from typing import Any
+
+from testkit.processes.servers import stopped
 
 from abuse.attack import Attack, Bounds, Target
 from abuse.kit.tokens import BURST
@@ -16,12 +16,8 @@ _MORE_S = 3.0
 
 def _stop(role: str, seconds: float) -> Callable[[Target], Any]:
     async def run(target: Target) -> None:
-        pid = target.stage.procs[role].pid
-        os.kill(pid, signal.SIGSTOP)
-        try:
+        with stopped(target.stage.procs[role].pid):
             await asyncio.sleep(seconds)
-        finally:
-            os.kill(pid, signal.SIGCONT)
         await asyncio.sleep(_MORE_S + 1)
 
     return run

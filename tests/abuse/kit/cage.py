@@ -11,8 +11,9 @@ import contextlib
 import os
 import shlex
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 MIB = 1 << 20
@@ -20,20 +21,41 @@ _ROOT = Path("/sys/fs/cgroup")
 
 
 @dataclass(kw_only=True, slots=True)
-class Cage:
-    """``folder`` is the cgroup, None where RLIMIT_DATA has to do; ``how`` says it for a report."""
+class Group:
+    """``folder`` is the cgroup, None where the machine allows none; ``how`` says it for a report."""
 
-    limit: int
     how: str
     folder: Path | None = None
-    version: int = 0
-    nofile: int | None = None
 
     def command(self, args: Sequence[str]) -> list[str]:
         """``args`` inside; the process keeps its pid."""
-        enter = f"ulimit -d {self.limit // 1024}" if self.folder is None else _entering(self.folder)
-        files = f"ulimit -n {self.nofile} && " if self.nofile else ""
-        return ["/bin/sh", "-c", f'{enter} && {files}exec "$@"', "sh", *args]
+        return ["/bin/sh", "-c", " && ".join([*self._entering(), 'exec "$@"']), "sh", *args]
+
+    def _entering(self) -> list[str]:
+        """What a shell does first."""
+        return [] if self.folder is None else [f"echo $$ > {shlex.quote(str(self.folder / 'cgroup.procs'))}"]
+
+    def close(self) -> None:
+        """Once all of its processes have ended."""
+        end = time.monotonic() + 5
+        while self.folder is not None and self.folder.exists() and time.monotonic() < end:
+            with contextlib.suppress(OSError):
+                self.folder.rmdir()
+                return
+            time.sleep(0.05)
+
+
+@dataclass(kw_only=True, slots=True)
+class Cage(Group):
+    """Without a cgroup RLIMIT_DATA has to do."""
+
+    limit: int
+    version: int = 0
+    nofile: int | None = None
+
+    def _entering(self) -> list[str]:
+        files = [f"ulimit -n {self.nofile}"] if self.nofile else []
+        return (Group._entering(self) or [f"ulimit -d {self.limit // 1024}"]) + files
 
     def usage(self) -> int | None:
         """Bytes now, the page cache of its files included."""
@@ -60,11 +82,6 @@ class Cage:
         lines = (self.folder / name).read_text().splitlines()
         return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
 
-    def close(self) -> None:
-        """Once its process has ended."""
-        if self.folder is not None:
-            _remove(self.folder)
-
     def _number(self, names: dict[int, str]) -> int | None:
         if self.folder is None or self.version not in names:
             return None
@@ -74,75 +91,44 @@ class Cage:
             return None
 
 
-@dataclass(kw_only=True, slots=True)
-class Precedence:
-    """On the CPU, before all that is not in it."""
-
-    how: str
-    folder: Path | None = None
-
-    def command(self, args: Sequence[str]) -> list[str]:
-        """``args`` inside; the process keeps its pid."""
-        if self.folder is None:
-            return list(args)
-        return ["/bin/sh", "-c", f'{_entering(self.folder)} && exec "$@"', "sh", *args]
-
-    def close(self) -> None:
-        """Once all of its processes have ended."""
-        if self.folder is not None:
-            _remove(self.folder)
-
-
-def precedence() -> Precedence:
-    """A fresh one; where the machine allows none, one that changes nothing and says so."""
-    refusal = "no cpu controller"
-    for file, most in (("cpu.shares", 1 << 16), ("cpu.weight", 10_000)):
+def precedence() -> Group:
+    """On the CPU, before all that is not in it; where the machine allows none, one that changes nothing and says so."""
+    refusals: list[str] = []
+    for file, most in (("cpu.shares", "65536"), ("cpu.weight", "10000")):
         for parent in (_ROOT / "cpu", _ROOT):
-            folder = parent / f"expertmesh-abuse-{os.getpid()}-cpu-{time.monotonic_ns()}"
-            if not (parent / "cgroup.procs").exists():
-                continue
-            try:
-                folder.mkdir()
-                (folder / file).write_text(str(most))
-            except OSError as error:
-                refusal = str(error)
-                with contextlib.suppress(OSError):
-                    folder.rmdir()
-                continue
-            return Precedence(how=f"{file} {most}", folder=folder)
-    return Precedence(how=f"none ({refusal})")
-
-
-def _entering(folder: Path) -> str:
-    return f"echo $$ > {shlex.quote(str(folder / 'cgroup.procs'))}"
-
-
-def _remove(folder: Path) -> None:
-    end = time.monotonic() + 5
-    while folder.exists() and time.monotonic() < end:
-        with contextlib.suppress(OSError):
-            folder.rmdir()
-            return
-        time.sleep(0.05)
+            known = (parent / "cgroup.procs").exists()
+            if known and (folder := _made(parent, "cpu", partial(_weighed, file=file, weight=most), refusals)):
+                return Group(how=f"{file} {most}", folder=folder)
+    return Group(how=f"none ({'; '.join(refusals) or 'no cpu controller'})")
 
 
 def cage(name: str, limit: int, *, nofile: int | None = None) -> Cage:
     """A fresh one for one process."""
-    refusals = []
+    refusals: list[str] = []
     for version, parent in _parents():
-        folder = parent / f"expertmesh-abuse-{os.getpid()}-{name}-{time.monotonic_ns()}"
-        try:
-            folder.mkdir()
-            _bound(folder, version, limit)
-        except OSError as error:
-            refusals.append(f"{parent}: {error.strerror}")
-            with contextlib.suppress(OSError):
-                folder.rmdir()
-            continue
-        how = f"cgroup v{version}, {limit // MIB} MiB"
-        return Cage(limit=limit, how=how, folder=folder, version=version, nofile=nofile)
+        if folder := _made(parent, name, partial(_bound, version=version, limit=limit), refusals):
+            how = f"cgroup v{version}, {limit // MIB} MiB"
+            return Cage(limit=limit, how=how, folder=folder, version=version, nofile=nofile)
     why = "; ".join(refusals) or "no memory controller"
     return Cage(limit=limit, how=f"RLIMIT_DATA, {limit // MIB} MiB (no cgroup: {why})", nofile=nofile)
+
+
+def _made(parent: Path, name: str, bound: Callable[[Path], object], refusals: list[str]) -> Path | None:
+    """A new cgroup that is ``bound``; None where that is refused."""
+    folder = parent / f"expertmesh-abuse-{os.getpid()}-{name}-{time.monotonic_ns()}"
+    try:
+        folder.mkdir()
+        bound(folder)
+    except OSError as error:
+        refusals.append(f"{parent}: {error.strerror}")
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+        return None
+    return folder
+
+
+def _weighed(folder: Path, file: str, weight: str) -> None:
+    (folder / file).write_text(weight)
 
 
 def _bound(folder: Path, version: int, limit: int) -> None:
@@ -168,6 +154,16 @@ def _parents() -> Iterator[tuple[int, Path]]:
         with contextlib.suppress(OSError):
             if "memory" in (place / "cgroup.subtree_control").read_text().split():
                 yield 2, place
+
+
+def rss_mib(pid: int) -> float:
+    """Resident memory of a process now."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / MIB
+
+
+def descriptors(pid: int) -> int:
+    """How many a process has."""
+    return len(os.listdir(f"/proc/{pid}/fd"))
 
 
 def _memberships() -> Iterator[tuple[str, str]]:

@@ -15,20 +15,19 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
-import httpx
 import redis
 from testkit.pocket.answers import POCKET
-from testkit.processes.servers import Bench, Proc, flags, free_port
+from testkit.processes.servers import Bench, Proc, flags, free_port, is_ready
 from testkit.waiting import until
 
-from abuse.kit.cage import MIB, Cage, Precedence, cage, precedence
+from abuse.kit.cage import MIB, Cage, Group, cage, precedence, rss_mib
 from abuse.kit.child import Child, raise_descriptors, share_paths
 from services.gateway.auth import digest
-from services.queue.embedded import find_redis_server
 
 GATEWAY_MIB, REDIS_MIB = 1024, 1024
 MAXMEMORY = "768mb"
@@ -85,7 +84,7 @@ class Stage:
     crowd: Child | None = None
     watch: Child | None = None
     asked_to_end: set[int] = field(default_factory=set)
-    cpu: Precedence = field(default_factory=precedence)
+    cpu: Group = field(default_factory=precedence)
 
     @property
     def url(self) -> str:
@@ -107,20 +106,22 @@ class Stage:
         return [role for role, proc in self.procs.items() if proc.popen.poll() is None]
 
     def ready(self) -> bool:
-        with contextlib.suppress(httpx.HTTPError):
-            return httpx.get(f"{self.url}/ready", timeout=5).status_code == 200
-        return False
+        return is_ready(self.url, timeout_s=5)
 
-    def rss_mib(self, role: str) -> float:
-        """Resident memory now."""
+    def rss_mib(self) -> float:
+        """Resident memory of the gateway now."""
         with contextlib.suppress(OSError):
-            pages = int(Path(f"/proc/{self.procs[role].pid}/statm").read_text().split()[1])
-            return pages * os.sysconf("SC_PAGE_SIZE") / MIB
+            return rss_mib(self.procs["gateway"].pid)
         return 0.0
 
     def start(self) -> None:
         """Returns when everything is up and each honest stream has begun."""
-        self._start_redis()
+        self.procs["redis"] = self.bench.redis(
+            *("--maxmemory", MAXMEMORY, "--maxmemory-policy", "noeviction"),
+            port=self.redis_port,
+            append_only=False,
+            within=partial(self._held, role="redis", mib=REDIS_MIB),
+        )
         lease = {"redis_url": self.redis_url, "lease": self.shape.lease_s, "supervisor_pid": os.getpid()}
         self._start("scheduler", [sys.executable, "-m", "services.scheduler", *flags(**lease)])
         self.start_gateway()
@@ -167,22 +168,14 @@ class Stage:
         return {role: each.how for role, each in self.cages.items()} | {"cpu": self.cpu.how}
 
     def _start(self, role: str, command: list[str], mib: int | None = None, nofile: int | None = None) -> None:
+        self.procs[role] = self.bench.start(role, self._held(command, role, mib, nofile))
+
+    def _held(self, command: Sequence[str], role: str, mib: int | None = None, nofile: int | None = None) -> list[str]:
+        """``command`` under the limits of that role."""
         if mib is not None or nofile is not None:
             self.cages[role] = cage(role, (mib or 1 << 14) * MIB, nofile=nofile)
             command = self.cages[role].command(command)
-        self.procs[role] = self.bench.start(role, self.cpu.command(command))
-
-    def _start_redis(self) -> None:
-        args = ["--port", str(self.redis_port), "--bind", "127.0.0.1", "--dir", str(self.folder), "--save", ""]
-        args += ["--maxmemory", MAXMEMORY, "--maxmemory-policy", "noeviction", "--appendonly", "no"]
-        self._start("redis", [str(find_redis_server()), *args], REDIS_MIB)
-
-        def answers() -> bool:
-            with contextlib.suppress(redis.RedisError), self.store() as store:
-                return bool(store.ping())
-            return False
-
-        until(answers, "redis-server answers")
+        return self.cpu.command(command)
 
     def _start_watch(self) -> None:
         pids = {role: self.procs[role].pid for role in ("gateway", "redis")}
@@ -254,7 +247,7 @@ def on_stage(shape: Shape, folder: Path | None = None) -> Iterator[Stage]:
 
 def well(stage: Stage) -> bool:
     """Whether another attack may have it: the next one must not be held responsible for the last one."""
-    if len(stage.alive()) < len(stage.procs) or not stage.ready() or stage.rss_mib("gateway") > _WORN_MIB:
+    if len(stage.alive()) < len(stage.procs) or not stage.ready() or stage.rss_mib() > _WORN_MIB:
         return False
     end = time.monotonic() + _WELL_S
     while stage.crowd is not None and time.monotonic() < end:

@@ -6,19 +6,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from abuse.kit.cage import MIB
+from abuse.kit.cage import MIB, descriptors, rss_mib
 from abuse.kit.child import OwnLag, obey
 
 PROBE_S, MEMORY_S, REDIS_S = 0.1, 0.05, 0.25
 _MAX_PROBES = 200
-_PAGE = os.sysconf("SC_PAGE_SIZE")
 Series = list[tuple[float, float]]
 
 
@@ -76,14 +74,13 @@ class Watch:
         while True:
             for name, pid in (("gateway", self.gateway), ("redis", self.redis)):
                 with contextlib.suppress(OSError, ValueError, IndexError):
-                    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-                    self.rss[name].append((time.monotonic(), pages * _PAGE / MIB))
+                    self.rss[name].append((time.monotonic(), rss_mib(pid)))
             await asyncio.sleep(MEMORY_S)
 
     async def _files(self) -> None:
         while True:
             with contextlib.suppress(OSError):
-                self.files.append((time.monotonic(), len(os.listdir(f"/proc/{self.gateway}/fd"))))
+                self.files.append((time.monotonic(), descriptors(self.gateway)))
             await asyncio.sleep(0.5)
 
     async def _redis(self) -> None:

@@ -63,13 +63,17 @@ class Dialer:
         lines += [f"{name}: {value}" for name, value in (headers or {}).items()]
         return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")
 
+    def request(self, path: str, body: Any, headers: Mapping[str, str] | None = None) -> bytes:
+        """A whole POST. ``body`` as JSON unless it is bytes."""
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        extra = {"Content-Type": "application/json", "Content-Length": str(len(data))}
+        return self.head("POST", path, extra | dict(headers or {})) + data
+
     async def post(
         self, path: str, body: Any, headers: Mapping[str, str] | None = None, *, timeout_s: float = 60.0
     ) -> Answer:
-        """``body`` as JSON unless it is bytes."""
-        data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        extra = {"Content-Type": "application/json", "Content-Length": str(len(data)), "Connection": "close"}
-        return await self.send(self.head("POST", path, extra | dict(headers or {})), [data], timeout_s=timeout_s)
+        asked = self.request(path, body, {"Connection": "close"} | dict(headers or {}))
+        return await self.send(asked, timeout_s=timeout_s)
 
     async def get(self, path: str, headers: Mapping[str, str] | None = None, *, timeout_s: float = 60.0) -> Answer:
         return await self.send(

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
-import re
-import socket
 import subprocess
 import sys
-import urllib.request
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import uvloop
 
 from services.runtime import die_with_parent
 from testkit.fleet.experts import FleetShape, obey
 from testkit.fleet.front import stand
+from testkit.processes.servers import free_port, metric_sum
 
 
 def members(shape: FleetShape, name: str, pipe: Any) -> None:
@@ -27,13 +26,6 @@ def members(shape: FleetShape, name: str, pipe: Any) -> None:
 
 def front(shape: FleetShape, pipe: Any) -> None:
     uvloop.run(stand(shape, pipe))
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 class Remote:
@@ -72,12 +64,10 @@ class Scheduler:
         self.stats = psutil.Process(self._process.pid)
 
     def page(self) -> str:
-        with urllib.request.urlopen(f"http://127.0.0.1:{self._port}/metrics", timeout=30) as answer:
-            return str(answer.read().decode())
+        return httpx.get(f"http://127.0.0.1:{self._port}/metrics", timeout=30).text
 
     def value(self, name: str) -> float:
-        found = re.search(rf"^expertmesh_{name} (\S+)", self.page(), re.M)
-        return float(found[1]) if found else 0.0
+        return metric_sum(self.page(), f"expertmesh_{name}")
 
     def close(self) -> None:
         self._process.kill()

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
+
+from testkit.answering import Asked, answering, reply
 
 TOKEN = "a-token"
 Object = dict[str, Any]
@@ -92,26 +92,9 @@ def _matches(item: Object, namespace: str, selector: str) -> bool:
 def running_api_server() -> Iterator[ApiServer]:
     api = ApiServer()
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            status, kind, text = api.answer(self.path, self.headers.get("authorization"))
-            body = text.encode()
-            self.send_response(status)
-            self.send_header("content-type", kind)
-            self.send_header("content-length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+    def answer(asked: Asked) -> None:
+        status, kind, text = api.answer(asked.path, asked.headers.get("authorization"))
+        reply(asked, status, kind, text.encode())
 
-        def log_message(self, *_: object) -> None:
-            """Log nothing on stderr."""
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    api.url = f"http://127.0.0.1:{server.server_port}"
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
+    with answering(answer) as api.url:
         yield api
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()

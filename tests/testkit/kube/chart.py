@@ -10,6 +10,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[3]
 CHART = ROOT / "helm/expertmesh"
+NAME = "mesh"
+"""Of the release."""
 WORKLOADS = ("Deployment", "StatefulSet", "Job")
 Objects = dict[tuple[str, str], dict[str, Any]]
 """Objects by kind and name."""
@@ -22,6 +24,12 @@ def helm_program() -> str:
     found = str(installed) if installed.exists() else shutil.which("helm")
     assert found, "there is no helm; `make env` installs one"
     return found
+
+
+def chart_words(profile: str, *settings: str, chart: Path = CHART) -> list[str]:
+    """Words for helm: a chart with the values of a profile and further ``settings``."""
+    words = (word for setting in settings for word in ("--set", setting))
+    return [str(chart), "--values", str(chart / f"values-{profile}.yaml"), *words]
 
 
 def pods(objects: Objects) -> Iterator[tuple[str, dict[str, Any]]]:

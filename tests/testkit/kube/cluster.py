@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from testkit.kube.chart import CHART, ROOT, helm_program
+from testkit.kube.chart import NAME, ROOT, chart_words, helm_program
 
 DOCKERFILE = "helm/images/Dockerfile"
 IMAGES = {
@@ -25,12 +25,18 @@ IMAGES = {
 """Name -> what the build takes."""
 TAG = os.environ.get("KUBE_TAG", "dev")
 """Tag of the images; trees that share a cluster differ in it."""
-LOCAL = [
-    *("--set", f"images.control.tag={TAG}", "--set", f"images.worker.tag={TAG}"),
-    *("--set", "images.redis.repository=expertmesh-redis", "--set", f"images.redis.tag={TAG}"),
-    *("--set", "images.redis.digest="),
-]
+LOCAL = (
+    *(f"images.control.tag={TAG}", f"images.worker.tag={TAG}"),
+    *("images.redis.repository=expertmesh-redis", f"images.redis.tag={TAG}", "images.redis.digest="),
+)
 """Values for images that were built here."""
+RESTRICTED = {
+    "allowPrivilegeEscalation": False,
+    "capabilities": {"drop": ["ALL"]},
+    "runAsNonRoot": True,
+    "seccompProfile": {"type": "RuntimeDefault"},
+}
+"""A container's context that pod security `restricted` lets in."""
 STEP_S = 900
 
 
@@ -125,12 +131,16 @@ class Cluster:
 
     def chart(self, profile: str, *settings: str) -> list[str]:
         """Words after `helm install NAME`, `helm upgrade NAME`: the chart with images that were built here."""
-        return [
-            str(CHART),
-            *("--values", str(CHART / f"values-{profile}.yaml")),
-            *LOCAL,
-            *(word for setting in settings for word in ("--set", setting)),
-        ]
+        return chart_words(profile, *LOCAL, *settings)
+
+    def rendered(self, namespace: str, profile: str, *settings: str, words: Sequence[str] = ()) -> str:
+        """The chart as it ships, as text."""
+        return self.helm("template", NAME, *chart_words(profile, *settings), "--namespace", namespace, *words)
+
+    def dry_run(self, namespace: str, text: str, *words: str, check: bool = True) -> str:
+        """What the API server says of objects that it does not keep."""
+        asked = ("apply", "--dry-run=server", *words, "-f", "-")
+        return self.kubectl("-n", namespace, *asked, text=text, check=check)
 
 
 def started(tool: str) -> tuple[Cluster, bool]:

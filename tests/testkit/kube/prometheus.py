@@ -40,11 +40,6 @@ class Prometheus:
             for series in found
         }
 
-    def alerts(self) -> set[str]:
-        """Names of those that fire or are about to."""
-        response = httpx.get(f"{self.url}/api/v1/alerts", timeout=30).raise_for_status()
-        return {alert["labels"]["alertname"] for alert in response.json()["data"]["alerts"]}
-
     def _ask(self, path: str, **query: str) -> list[dict[str, object]]:
         response = httpx.get(f"{self.url}/api/v1/{path}", params=query, timeout=30).raise_for_status()
         found: list[dict[str, object]] = response.json()["data"]["result"]

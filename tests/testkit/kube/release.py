@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
@@ -15,11 +15,11 @@ from typing import Any
 import httpx2  # what the openai client is made on
 from openai import APIConnectionError, APIStatusError, AsyncOpenAI, DefaultAsyncHttpxClient, OpenAI
 
+from testkit.kube.chart import NAME as NAME
 from testkit.kube.cluster import Cluster
 from testkit.pocket.answers import MAX_TOKENS, recorded
 from testkit.waiting import eventually
 
-NAME = "mesh"
 PREFIX = f"{NAME}-expertmesh"
 ROLE = "app.kubernetes.io/component"
 PYTHON = "/opt/expertmesh/bin/python"
@@ -27,6 +27,7 @@ PYTHON = "/opt/expertmesh/bin/python"
 CONNECT = "import socket, sys; socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=2)"
 REST_S = 10.0
 """How long the resting client leaves its connection idle between two requests; it keeps it for much longer."""
+WAIT = ("--wait", "--timeout", "10m")
 RETRY_TIMEOUT_S = 180.0
 """How long a client tries to have one request answered."""
 
@@ -99,16 +100,45 @@ class Release:
     def key(self) -> str:
         return self.cluster.secret(self.namespace, self.keys, "api-key")
 
+    def helm(self, *words: str, check: bool = True) -> str:
+        return self.cluster.helm(*words, "--namespace", self.namespace, check=check)
+
+    def apply(self, action: str, *settings: str, words: Sequence[str] = WAIT, check: bool = True) -> str:
+        """``helm install`` or ``helm upgrade`` with profile dev and the images that were built here."""
+        return self.helm(action, self.name, *self.cluster.chart("dev", *settings), *words, check=check)
+
+    def kubectl(self, *words: str, text: str | None = None, check: bool = True) -> str:
+        return self.cluster.kubectl("-n", self.namespace, *words, text=text, check=check)
+
     def client(self) -> OpenAI:
         return OpenAI(base_url=f"{self.url}/v1", api_key=self.key, timeout=120, max_retries=0)
+
+    def answers_as_recorded(self, count: int) -> None:
+        client = self.client()
+        for record in recorded()[:count]:
+            answer = client.completions.create(
+                model="pocket", prompt=record["prompt"], max_tokens=MAX_TOKENS, temperature=0
+            )
+            assert answer.choices[0].text == record["text"]
 
     def pods(self, role: str | None = None) -> list[dict[str, Any]]:
         selector = f"app.kubernetes.io/instance={self.name}" + (f",{ROLE}={role}" if role else "")
         return self.cluster.items(self.namespace, "pods", "-l", selector)
 
+    def uids(self, role: str | None = None) -> set[str]:
+        """Of its pods."""
+        return {pod["metadata"]["uid"] for pod in self.pods(role)}
+
+    def whole(self, count: int, role: str | None = None) -> bool:
+        """Whether there are so many pods, all ready, and none that is about to end."""
+        pods = self.pods(role)
+        conditions = [each for pod in pods for each in pod["status"].get("conditions", []) if each["type"] == "Ready"]
+        ready = [each["status"] for each in conditions] == ["True"] * count
+        return ready and len(pods) == count and not any(map(is_leaving, pods))
+
     def python(self, pod: str, script: str, *words: str, check: bool = True) -> str:
         """What ``script`` says, run in the pod; where it may fail (``check`` False) its errors too."""
-        return self.cluster.kubectl("-n", self.namespace, "exec", pod, "--", PYTHON, "-c", script, *words, check=check)
+        return self.kubectl("exec", pod, "--", PYTHON, "-c", script, *words, check=check)
 
     def reaches(self, pod: str, address: str, port: int) -> bool:
         """Whether a connection from there is made."""
@@ -136,8 +166,8 @@ class Release:
     ) -> Outcome:
         """Recorded prompts, streamed by ``clients`` at a time until ``disturb`` has returned, and to their ends; it
         begins ``lead_s`` after them. They go on until ``least`` requests have finished or one has failed. One more
-        client, with a connection of its own, rests between its requests.
-        Whatever ``manner`` does not make good has failed."""
+        client, with a connection of its own, rests between its requests. Nothing may fail that ``manner`` does not make
+        good, and no answer differ."""
         outcome, over, records = Outcome(), asyncio.Event(), recorded()
         async with self._client(manner) as busy, self._client(manner) as resting:
             users = [_User(busy, records[number::clients], over, outcome, manner) for number in range(clients)]
@@ -150,6 +180,7 @@ class Release:
             finally:
                 over.set()
                 await asyncio.gather(*tasks)
+        assert (outcome.failed, outcome.wrong) == ([], []), str(outcome)
         return outcome
 
     def _client(self, manner: Manner) -> AsyncOpenAI:

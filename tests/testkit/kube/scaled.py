@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from testkit.kube.cluster import Cluster, table, until
 from testkit.kube.prometheus import ADDRESS, Prometheus
-from testkit.kube.release import NAME, PREFIX, Release
+from testkit.kube.release import PREFIX, WAIT, Release
 from testkit.kube.tide import Tide
 from testkit.pocket.answers import MAX_TOKENS, recorded
 
@@ -42,9 +42,7 @@ class Scaled:
         return Release(cluster=self.cluster, namespace=self.namespace)
 
     def upgrade(self, *settings: str) -> None:
-        chart = [*self.cluster.chart("dev", *SETTINGS, *self.settings, *settings), *JSON]
-        words = ("--namespace", self.namespace, "--wait", "--timeout", "8m")
-        self.cluster.helm("upgrade", "--install", NAME, *chart, *words)
+        self.release.apply("upgrade", *SETTINGS, *self.settings, *settings, words=("--install", *JSON, *WAIT))
 
     def install(self) -> None:
         """Returns when all workers of its one replica take requests, and Prometheus knows it."""

@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 
-from testkit.kube.cluster import TAG, Cluster
+from testkit.kube.cluster import RESTRICTED, TAG, Cluster
+from testkit.processes.certificates import Authority
 
 NAME, PORT, PASSWORD = "tls-redis", 6380, "its-own-password"
-_CONTEXT = {
-    "allowPrivilegeEscalation": False,
-    "capabilities": {"drop": ["ALL"]},
-    "runAsNonRoot": True,
-    "runAsUser": 999,
-    "seccompProfile": {"type": "RuntimeDefault"},
-}
 
 
 def tls_redis(cluster: Cluster, namespace: str, folder: Path) -> list[str]:
     """Runs it, and returns the chart's settings for a release that uses it."""
-    _certificates(folder)
+    Authority(folder).certificate(f"DNS:{NAME}")
     url = f"rediss://:{PASSWORD}@{NAME}:{PORT}/0"
     for secret, words in {
         "tls-redis-server": [f"--from-file={folder}/{name}" for name in ("ca.crt", "tls.crt", "tls.key")],
@@ -36,14 +29,6 @@ def tls_redis(cluster: Cluster, namespace: str, folder: Path) -> list[str]:
     ]
 
 
-def _certificates(folder: Path) -> None:
-    authority = ["-keyout", "ca.key", "-out", "ca.crt", "-subj", "/CN=an authority"]
-    server = ["-keyout", "tls.key", "-out", "tls.crt", "-subj", f"/CN={NAME}", "-addext", f"subjectAltName=DNS:{NAME}"]
-    new = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"]
-    for words in ([*new, *authority], [*new, *server, "-CA", "ca.crt", "-CAkey", "ca.key"]):
-        subprocess.run(words, cwd=folder, check=True, capture_output=True)
-
-
 def _pod() -> dict[str, object]:
     files = [f"--tls-{name}-file /tls/{file}" for name, file in (("cert", "tls.crt"), ("key", "tls.key"))]
     options = [f"--port 0 --tls-port {PORT} --tls-ca-cert-file /tls/ca.crt --tls-auth-clients no --save ''", *files]
@@ -52,17 +37,12 @@ def _pod() -> dict[str, object]:
         "image": f"expertmesh-redis:{TAG}",
         "command": ["sh", "-c", f"cd /tmp && exec redis-server {' '.join(options)} --requirepass {PASSWORD}"],
         "readinessProbe": {"tcpSocket": {"port": PORT}, "periodSeconds": 1},
-        "securityContext": _CONTEXT,
+        "securityContext": RESTRICTED | {"runAsUser": 999},
         "volumeMounts": [{"name": "tls", "mountPath": "/tls"}],
     }
     volume = {"name": "tls", "secret": {"secretName": "tls-redis-server"}}
     spec = {"containers": [container], "volumes": [volume], "terminationGracePeriodSeconds": 0}
-    return {
-        "apiVersion": "v1",
-        "kind": "Pod",
-        "metadata": {"name": NAME, "labels": {"app": NAME}},
-        "spec": spec,
-    }
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": NAME, "labels": {"app": NAME}}, "spec": spec}
 
 
 def _service() -> dict[str, object]:

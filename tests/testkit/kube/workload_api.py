@@ -6,9 +6,10 @@ import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
+
+from testkit.answering import Asked, answering, reply
 
 Json = dict[str, Any]
 LABELS = {"app.kubernetes.io/instance": "mesh"}
@@ -39,7 +40,6 @@ class ApiServer:
         self._events: list[tuple[int, str, Json]] = []
         self._news = threading.Condition()
         self._cut = 0
-        self._http: ThreadingHTTPServer | None = None
 
     def put(self, kind: str, item: Json) -> None:
         known = item["metadata"]["name"] in self._objects[kind]
@@ -75,29 +75,13 @@ class ApiServer:
     @contextmanager
     def serving(self, port: int = 0) -> Iterator[str]:
         """Serve while the context is open, at the address that it returns."""
-        api = self
+        with answering(self.answer, port) as url:
+            try:
+                yield url
+            finally:
+                self.cut()
 
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def do_GET(self) -> None:
-                api.answer(self)
-
-            def log_message(self, *_: object) -> None:
-                pass
-
-        http = ThreadingHTTPServer(("127.0.0.1", port), Handler)
-        http.daemon_threads = True
-        thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{http.server_address[1]}"
-        finally:
-            self.cut()
-            http.shutdown()
-            http.server_close()
-
-    def answer(self, handler: BaseHTTPRequestHandler) -> None:
+    def answer(self, handler: Asked) -> None:
         parts = urlsplit(handler.path)
         query = {key: values[0] for key, values in parse_qs(parts.query).items()}
         kind = parts.path.rsplit("/", 1)[1]
@@ -116,7 +100,7 @@ class ApiServer:
                 body = {"metadata": {"resourceVersion": str(self.version)}, "items": list(self._objects[kind].values())}
             _send(handler, 200, body)
 
-    def _watch(self, handler: BaseHTTPRequestHandler, kind: str, since: int) -> None:
+    def _watch(self, handler: Asked, kind: str, since: int) -> None:
         handler.send_response(200)
         handler.send_header("Content-Type", "application/json")
         handler.send_header("Transfer-Encoding", "chunked")
@@ -145,15 +129,10 @@ class ApiServer:
         _chunk(handler, b"")
 
 
-def _send(handler: BaseHTTPRequestHandler, status: int, body: Json) -> None:
-    data = json.dumps(body).encode()
-    handler.send_response(status)
-    handler.send_header("Content-Type", "application/json")
-    handler.send_header("Content-Length", str(len(data)))
-    handler.end_headers()
-    handler.wfile.write(data)
+def _send(handler: Asked, status: int, body: Json) -> None:
+    reply(handler, status, "application/json", json.dumps(body).encode())
 
 
-def _chunk(handler: BaseHTTPRequestHandler, data: bytes) -> None:
+def _chunk(handler: Asked, data: bytes) -> None:
     handler.wfile.write(b"%x\r\n%s\r\n" % (len(data), data))
     handler.wfile.flush()

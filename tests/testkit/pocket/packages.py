@@ -9,26 +9,8 @@ from random import Random
 
 DIGITS = string.ascii_uppercase + string.ascii_lowercase + string.digits + "+/"
 TOPICS = [
-    "harbour",
-    "lantern",
-    "compass",
-    "anchor",
-    "rudder",
-    "mast",
-    "galley",
-    "keel",
-    "tide",
-    "current",
-    "channel",
-    "buoy",
-    "pilot",
-    "crew",
-    "cargo",
-    "ballast",
-    "rigging",
-    "bowline",
-    "windlass",
-    "capstan",
+    *("harbour", "lantern", "compass", "anchor", "rudder", "mast", "galley", "keel", "tide", "current"),
+    *("channel", "buoy", "pilot", "crew", "cargo", "ballast", "rigging", "bowline", "windlass", "capstan"),
 ]
 COPYRIGHT = """Format: https://www.debian.org/doc/packaging-manuals/copyright-format/1.0/
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,11 +15,10 @@ from typing import Protocol
 import httpx
 import redis
 
-from services.queue.embedded import find_redis_server
 from testkit.processes.cable import Cable
 from testkit.processes.earlier import options_of_earlier
 from testkit.processes.netns import open_network
-from testkit.processes.servers import Bench, Proc, Server, flags, free_port, metric_sum
+from testkit.processes.servers import Bench, Proc, Server, bench, flags, free_port, is_ready, metric_sum
 from testkit.waiting import until
 
 REDIS_PORT, READY_S = 6379, 300.0
@@ -85,12 +83,30 @@ class Member:
     ports: dict[str, int] = field(default_factory=dict)
 
     @property
+    def running(self) -> Proc:
+        """The process, once there is one."""
+        assert self.proc is not None, self.name
+        return self.proc
+
+    @property
     def alive(self) -> bool:
         return self.proc is not None and self.proc.popen.poll() is None
 
     @property
     def cable(self) -> Cable | None:
         return getattr(self.place, "cable", None)
+
+
+@contextlib.contextmanager
+def deployed(model: Path, shape: Shape, folder: Path | None = None, *, network: bool = False) -> Iterator[Cluster]:
+    """A :class:`Cluster` that is whole. Its logs are kept in ``folder``, or go with the block."""
+    with contextlib.ExitStack() as stack:
+        logs = folder or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="expertmesh-deployed-")))
+        logs.mkdir(parents=True, exist_ok=True)
+        place = stack.enter_context(places(network))
+        cluster = Cluster(stack.enter_context(bench(logs.resolve())), place, model, shape)
+        cluster.start()
+        yield cluster
 
 
 class Cluster:
@@ -111,7 +127,7 @@ class Cluster:
         self._model = model
         self._secret = stage.folder / "fabric.secret"
         self._secret.write_text(secrets.token_hex(16))
-        self._data = tempfile.mkdtemp(prefix="redis-", dir=stage.folder)
+        self._data = tempfile.mkdtemp(prefix="redis-", dir=stage.folder)  # an earlier run may have had the same folder
         self.members = {name: self._member(name, place(name)) for name in self._names()}
         self.redis_port = free_port() if isinstance(self.members["redis"].place, Here) else REDIS_PORT
 
@@ -127,7 +143,10 @@ class Cluster:
         """Start, or start again with the same options."""
         member = self.members[name]
         if member.role == "redis":
-            member.proc = self._redis(member)
+            options, place = ("--protected-mode", "no"), member.place
+            member.proc = self.stage.redis(
+                *options, port=self.redis_port, address=place.address, data=self._data, within=place.command
+            )
             return
         own = options_of_earlier(member.options) if name in self.trees else member.options
         options = flags(**own, redis_url=self.redis_url, supervisor_pid=os.getpid())
@@ -151,9 +170,8 @@ class Cluster:
         """The gateways."""
         found = []
         for gateway in map(self.members.__getitem__, self.of("gateway")):
-            assert gateway.proc is not None
             url = f"http://{gateway.place.address}:{gateway.ports['port']}"
-            found.append(Server(url=url, proc=gateway.proc))
+            found.append(Server(url=url, proc=gateway.running))
         return found
 
     def of(self, role: str) -> list[str]:
@@ -174,10 +192,11 @@ class Cluster:
         longer, so the workers are asked too."""
         leader = self.leader()
         workers = [*self.of("experts"), *self.of("attention"), *self.of("colocated")]
-        if leader is None or not all(self._ready(name) for name in [*workers, *self.of("gateway")]):
+        asked = [*workers, *self.of("gateway")]
+        if leader is None or not all(self.members[name].alive and is_ready(self._url(name)) for name in asked):
             return False
         with contextlib.suppress(httpx.HTTPError):
-            text = httpx.get(self._url(leader, "metrics"), timeout=2).text
+            text = httpx.get(f"{self._url(leader)}/metrics", timeout=2).text
             counted = metric_sum(text, "expertmesh_expert_seats"), metric_sum(text, "expertmesh_workers")
             both = self.shape.colocated
             return counted == (self.shape.experts + both, self.shape.attention + both)
@@ -187,30 +206,20 @@ class Cluster:
         until(self.whole, "every worker is there", limit_s=seconds, every_s=0.1)
 
     def kill9(self, name: str) -> None:
-        proc = self.members[name].proc
-        assert proc is not None
-        proc.kill9()
+        self.members[name].running.kill9()
 
     def terminate(self, name: str) -> None:
-        proc = self.members[name].proc
-        assert proc is not None
-        proc.popen.send_signal(signal.SIGTERM)
+        self.members[name].running.popen.terminate()
 
     def metric(self, name: str, series: str, **labels: str) -> float:
         """Of one process; 0 where it does not answer."""
         with contextlib.suppress(httpx.HTTPError):
-            return metric_sum(httpx.get(self._url(name, "metrics"), timeout=2).text, series, **labels)
+            return metric_sum(httpx.get(f"{self._url(name)}/metrics", timeout=2).text, series, **labels)
         return 0.0
 
-    def _ready(self, name: str) -> bool:
-        with contextlib.suppress(httpx.HTTPError):
-            return self.members[name].alive and httpx.get(self._url(name, "ready"), timeout=2).status_code == 200
-        return False
-
-    def _url(self, name: str, page: str) -> str:
-        member = self.members[name]
-        port = next(member.ports[kind] for kind in ("metrics_port", "port") if kind in member.ports)
-        return f"http://{member.place.address}:{port}/{page}"
+    def _url(self, name: str) -> str:
+        [port] = self.members[name].ports.values()
+        return f"http://{self.members[name].place.address}:{port}"
 
     def _names(self) -> list[str]:
         shape = self.shape
@@ -235,18 +244,3 @@ class Cluster:
         common = {"host": place.address, "lease": self.shape.lease_s}
         options = own[role] | common | ports | dict(self._special(name))
         return Member(name=name, role=role, place=place, options=options, ports=ports)
-
-    def _redis(self, member: Member) -> Proc:
-        address = member.place.address
-        args = ["--port", str(self.redis_port), "--bind", address, "--protected-mode", "no", "--save", ""]
-        args += ["--dir", self._data, "--appendonly", "yes"]
-        proc = self.stage.start("redis", member.place.command([str(find_redis_server()), *args]))
-
-        def answers() -> bool:
-            url = self.redis_url
-            with contextlib.suppress(redis.RedisError), redis.Redis.from_url(url, socket_timeout=2) as client:
-                return bool(client.ping())
-            return False
-
-        until(answers, "redis-server answers")
-        return proc

@@ -6,46 +6,28 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
 from urllib.parse import unquote
+
+from testkit.answering import Asked, answering, reply
 
 
 @contextmanager
 def hub(name: str, commit: str, files: Mapping[str, bytes]) -> Iterator[str]:
     """URL of a hub with one repository, whose branch ``main`` is at ``commit``."""
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_HEAD(self) -> None:
-            self._answer(body=False)
+    def answer(asked: Asked) -> None:
+        path = unquote(asked.path.partition("?")[0])
+        if path in (f"/api/models/{name}/revision/{revision}" for revision in ("main", commit)):
+            content, kind = _described(name, commit, files), "application/json"
+        elif path.startswith(f"/api/models/{name}/tree/{commit}"):
+            content, kind = _tree(files), "application/json"
+        else:
+            content, kind = files.get(path.removeprefix(f"/{name}/resolve/{commit}/"), b""), "binary"
+        headers = {"ETag": f'"{hashlib.sha1(content).hexdigest()}"', "X_Repo_Commit": commit}
+        reply(asked, 200 if content else 404, kind, content, **headers)
 
-        def do_GET(self) -> None:
-            self._answer(body=True)
-
-        def _answer(self, *, body: bool) -> None:
-            path = unquote(self.path.partition("?")[0])
-            if path in (f"/api/models/{name}/revision/{revision}" for revision in ("main", commit)):
-                content, kind = _described(name, commit, files), "application/json"
-            elif path.startswith(f"/api/models/{name}/tree/{commit}"):
-                content, kind = _tree(files), "application/json"
-            else:
-                content, kind = files.get(path.removeprefix(f"/{name}/resolve/{commit}/"), b""), "binary"
-            self.send_response(200 if content else 404)
-            self.send_header("Content-Type", kind)
-            self.send_header("Content-Length", str(len(content)))
-            self.send_header("ETag", f'"{hashlib.sha1(content).hexdigest()}"')
-            self.send_header("X-Repo-Commit", commit)
-            self.end_headers()
-            if body:
-                self.wfile.write(content)
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-        server.shutdown()
+    with answering(answer) as url:
+        yield url
 
 
 def _described(name: str, commit: str, files: Mapping[str, bytes]) -> bytes:

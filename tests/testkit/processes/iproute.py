@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 
 PREFIX = "expertmesh"
 """Of every namespace that is made."""
@@ -38,15 +40,11 @@ def obstacle() -> str | None:
             return f"there is no `{tool}` here (packages iproute2 and util-linux)"
     if os.geteuid() != 0:
         return "network namespaces take root"
-    probe = f"{PREFIX}-{os.getpid()}-probe"
     try:
-        run("ip", "netns", "add", probe)
-        try:
+        with _namespace("probe") as probe:
             run("ip", "-n", probe, "link", "add", "sw", "type", "bridge")
             run("ip", "-n", probe, "link", "add", "p1", "type", "veth", "peer", "name", "p2")
             run("ip", "netns", "exec", probe, "unshare", "--uts", "sh", "-c", AS_HOST, "probe", "true")
-        finally:
-            run("ip", "netns", "del", probe)
     except NetworkError as error:
         return f"network namespaces are not possible here: {error}"
     return None
@@ -61,13 +59,19 @@ def delay_obstacle() -> str | None:
 
 def has_netem() -> bool:
     """Asked with a module that may have to be loaded, so by trying."""
-    probe = f"{PREFIX}-{os.getpid()}-netem"
     try:
-        run("ip", "netns", "add", probe)
-        try:
+        with _namespace("netem") as probe:
             run("tc", "-n", probe, "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1ms")
-        finally:
-            run("ip", "netns", "del", probe)
     except NetworkError:
         return False
     return True
+
+
+@contextlib.contextmanager
+def _namespace(name: str) -> Iterator[str]:
+    probe = f"{PREFIX}-{os.getpid()}-{name}"
+    run("ip", "netns", "add", probe)
+    try:
+        yield probe
+    finally:
+        run("ip", "netns", "del", probe)

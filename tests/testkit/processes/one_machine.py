@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from dataclasses import dataclass
 from typing import Any
 
-import httpx
-
 from testkit.pocket.answers import POCKET
-from testkit.processes.servers import Bench, Server, flags, free_port, free_ports, metric_sum
-from testkit.waiting import until
+from testkit.processes.servers import Bench, Server, flags, free_port, free_ports
 
 MAX_WORKERS = 3
 """Of a machine: as many ports are its own."""
@@ -19,21 +15,13 @@ MAX_WORKERS = 3
 
 @dataclass(kw_only=True)
 class Machine(Server):
-    """``proc`` starts its workers, ``page`` is where they are seen; ``url`` is the gateway's."""
+    """``proc`` starts its workers, which are seen on ``port``; ``url`` is the gateway's."""
 
-    page: str
+    port: int
 
-    def metric(self, name: str, **labels: str) -> float:
-        return metric_sum(httpx.get(f"{self.page}/metrics", timeout=10).text, name, **labels)
-
-    def wait_ready(self) -> None:
-        until(lambda: self._ready() == 200, "all its workers are ready", every_s=0.1)
-
-    def _ready(self) -> int:
-        assert self.proc.popen.poll() is None, self.proc.log()[-3000:]
-        with contextlib.suppress(httpx.HTTPError):
-            return httpx.get(f"{self.page}/ready", timeout=2).status_code
-        return 0
+    @property
+    def page(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
 
 
 class Deployment:
@@ -54,9 +42,9 @@ class Deployment:
 
     def machine(self, **options: object) -> Machine:
         """Ready, with its workers."""
-        page = free_ports(1 + MAX_WORKERS)
-        given = self._computing | {"metrics_port": page, "drain_timeout": 5, **options}
+        port = free_ports(1 + MAX_WORKERS)
+        given = self._computing | {"metrics_port": port, "drain_timeout": 5, **options}
         proc = self._stage.start("workers", [sys.executable, "-m", "services", "workers", *flags(**given)])
-        found = Machine(url=self._url, proc=proc, page=f"http://127.0.0.1:{page}")
+        found = Machine(url=self._url, proc=proc, port=port)
         found.wait_ready()
         return found

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -135,22 +135,28 @@ class Bench:
         server.wait_ready()
         return server
 
-    def redis(self, *, port: int, append_only: bool = True) -> Proc:
-        """A redis-server on loopback that keeps its data in this folder."""
-        binary = str(find_redis_server())
-        data = self.folder / "redis-data"
-        data.mkdir(exist_ok=True)
-        args = [binary, "--port", str(port), "--bind", "127.0.0.1", "--dir", str(data), "--save", ""]
-        proc = self.start("redis", [*args, "--appendonly", "yes" if append_only else "no"])
-        client = redis.Redis(port=port)
+    def redis(
+        self,
+        *options: str,
+        port: int,
+        address: str = "127.0.0.1",
+        data: str = "redis-data",
+        append_only: bool = True,
+        within: Callable[[Sequence[str]], list[str]] = list,
+    ) -> Proc:
+        """A redis-server that keeps its data in a folder of this one; its command is what ``within`` makes of it."""
+        folder = self.folder / data
+        folder.mkdir(exist_ok=True)
+        args = ["--port", str(port), "--bind", address, "--dir", str(folder), "--save", "", *options]
+        args += ["--appendonly", "yes" if append_only else "no"]
+        proc = self.start("redis", within([str(find_redis_server()), *args]))
 
         def answers() -> bool:
-            with contextlib.suppress(redis.RedisError):
+            with contextlib.suppress(redis.RedisError), redis.Redis(address, port, socket_timeout=2) as client:
                 return bool(client.ping())
             return False
 
         until(answers, "redis-server answers")
-        client.close()
         return proc
 
     def close(self) -> None:
@@ -188,6 +194,23 @@ def bench(folder: Path) -> Iterator[Bench]:
         running.close()
 
 
+def is_ready(url: str, timeout_s: float = 2) -> bool:
+    """Whether /ready answers 200."""
+    with contextlib.suppress(httpx.HTTPError):
+        return httpx.get(f"{url}/ready", timeout=timeout_s).status_code == 200
+    return False
+
+
+@contextlib.contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    """The process stands still for the length of the block."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
 @dataclass(kw_only=True)
 class Server:
     """A gateway that listens on ``url``."""
@@ -195,18 +218,21 @@ class Server:
     url: str
     proc: Proc
 
+    @property
+    def page(self) -> str:
+        """Where it is seen whether it is ready, and what its metrics are."""
+        return self.url
+
     def ready(self) -> bool:
         assert self.proc.popen.poll() is None, f"the server ended early:\n{self.proc.log()[-4000:]}"
-        with contextlib.suppress(httpx.HTTPError):
-            return httpx.get(f"{self.url}/ready", timeout=2).status_code == 200
-        return False
+        return is_ready(self.page)
 
     def wait_ready(self) -> None:
         until(self.ready, "/ready answers 200", limit_s=START_TIMEOUT_S, every_s=0.1)
 
     def metric(self, name: str, **labels: str) -> float:
         """Sum of the series called ``name`` that carry ``labels``."""
-        return metric_sum(httpx.get(f"{self.url}/metrics", timeout=10).text, name, **labels)
+        return metric_sum(httpx.get(f"{self.page}/metrics", timeout=10).text, name, **labels)
 
     def of_role(self, role: str) -> list[psutil.Process]:
         """Its processes of that role that run, oldest first."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from testkit.gpu import results
-from testkit.gpu.results import MAX_COMMITS, RECORD, ROOT, SETS, GpuSet, Room, UnknownAge, content, problems
+from testkit.gpu.results import RECORD, ROOT, SETS, GpuSet, Room, UnknownAge, content, problems
 
 HERE = GpuSet(name="gpu1", folders=(), rooms={"code": Room(paths=("code", "one.py"), why="it needs one")})
 
@@ -97,7 +97,3 @@ def test_without_history_the_age_is_unknown(clone: Clone) -> None:
     clone.write("one.py", "2")
     with pytest.raises(UnknownAge, match="git fetch --unshallow"):
         _ = clone.problems
-
-
-def test_the_limit_is_known() -> None:
-    assert MAX_COMMITS == 20, "CONTRIBUTING.md says so"
