@@ -72,6 +72,7 @@ def test_other_experts_are_not_read() -> None:
     assert_close(run(layer), expected_TD, CODE_ROUNDINGS[torch.float32])
 
 
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy, in the interpreter
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_a_broken_row_stays_alone(value: float) -> None:
     layer, _ = quantised(random_layer(3, 128, 128, 3, 1), 4, 128)
