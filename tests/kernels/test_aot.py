@@ -46,7 +46,7 @@ def compiled_crowded() -> aot.Compiled:
 
 def test_a_good_kernel_passes_every_assertion() -> None:
     good = compiled_product(num_warps=8)
-    for check in (aot.assert_wgmma, aot.assert_tma, aot.assert_no_stack, aot.assert_no_i2f, aot.assert_smem_fits):
+    for check in (aot.assert_wgmma, aot.assert_no_stack, aot.assert_no_i2f, aot.assert_smem_fits):
         check(good)
     assert 0 < good.registers <= 255
     aot.assert_wgmma_from_registers(compiled_product(double=True))
@@ -59,7 +59,6 @@ def test_a_good_kernel_passes_every_assertion() -> None:
         (compiled_product, aot.assert_wgmma_from_registers, "both from shared memory"),
         (lambda: compiled_product(num_stages=8), aot.assert_smem_fits, "bytes of shared memory"),
         (lambda: compiled_convert("*i32"), aot.assert_no_i2f, "I2F in the SASS"),
-        (lambda: compiled_convert("*i32"), aot.assert_tma, "no TMA"),
         (compiled_crowded, aot.assert_no_stack, "of stack"),
     ],
 )

@@ -7,12 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 from testkit.models.guarded import guarded
-from testkit.models.moe_layers import Layer, random_layer
+from testkit.models.moe_layers import FORMATS, Layer, quantised, random_layer
 from testkit.models.regimes import larger_tiles, regime
 from testkit.models.tolerances import assert_close
 
 from moe_kernels import ArgumentError
-from moe_kernels.quant.op import dequantize_experts, quantize_experts
 
 NAMES = ("x_TD", "w_in", "w_down", "weights_TK", "bias_in", "bias_down")
 
@@ -34,18 +33,15 @@ def test_sizes_that_fill_no_tile(hidden: int, width: int, activation: str, short
 
 
 @pytest.mark.usefixtures("regime")
-@pytest.mark.parametrize(("bits", "group"), [(8, 0), (8, 128), (4, 0), (4, 128)])
+@pytest.mark.parametrize(("bits", "group"), FORMATS)
 def test_quantised(bits: int, group: int) -> None:
-    plain = random_layer(3, 128, 384, 3, 2, biased=True, dtype=torch.float16)
-    exact, packed = plain, behind_guards(plain)
+    layer = behind_guards(random_layer(3, 128, 384, 3, 2, biased=True, dtype=torch.float16))
+    layer, expected_TD = quantised(layer, bits, group)
     for name in ("w_in", "w_down"):
-        stored = quantize_experts(getattr(plain, name), bits, group)
-        exact = exact.but(**{name: dequantize_experts(stored)})
-        held = replace(stored, packed=guarded(stored.packed), scales=guarded(stored.scales))
-        packed = packed.but(**{name: held})
+        stored = getattr(layer, name)
+        layer = layer.but(**{name: replace(stored, packed=guarded(stored.packed), scales=guarded(stored.scales))})
     with larger_tiles():
-        y_TD = packed()
-    assert_close(y_TD, exact.expected())
+        assert_close(layer(), expected_TD)
 
 
 def test_more_tiles_than_a_grid_has_room_for(monkeypatch: pytest.MonkeyPatch) -> None:

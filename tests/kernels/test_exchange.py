@@ -6,35 +6,17 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+from testkit.fabric import joined
+from testkit.fabric.joined import EXPERTS, HIDDEN, SCALE_E, SLOTS, Rows, rows_of, words
 from torch import Tensor
 
-from moe_kernels.exchange.layout import (
-    ABORTED,
-    ANSWERS,
-    BASE,
-    DEADLINE,
-    FAILED,
-    INBOX,
-    LAST,
-    PEER,
-    WORDS,
-    Layout,
-)
+from moe_kernels.exchange.layout import ABORTED, ANSWERS, BASE, FAILED, INBOX, LAST, PEER, Layout
 from moe_kernels.exchange.op import send_answers, send_rows, sum_answers, take_rows
 
-EXPERTS, GROUPS, HIDDEN, SLOTS = 8, 2, 48, 3
+GROUPS = 2
 GROUP_OF_E = torch.tensor([0, 1, 1, 0, 0, 1, 0, 1], dtype=torch.int32)
-SCALE_E = torch.tensor([1, 2, 3, 4, -5, 6, 7, -8])
-SOON_NS = 20_000_000
 
 pytestmark = pytest.mark.usefixtures("path")
-
-
-def words(values: dict[int, int]) -> Tensor:
-    control = torch.zeros(WORDS, dtype=torch.int64)
-    for word, value in {DEADLINE: SOON_NS, **values}.items():
-        control[word] = value
-    return control
 
 
 @dataclass
@@ -60,7 +42,7 @@ class Seat:
         at = {"layout": self.layout, "bucket": bucket, "exchange": exchange, "micro_batch": micro_batch}
         taken_RK = self.taken_RK[:bucket]
         x_RD, weights_RK = take_rows(self.inbox, taken_RK, self.counts_E, control, **at)
-        scale_RK = torch.cat([SCALE_E, torch.zeros(1)])[taken_RK.long()]
+        scale_RK = SCALE_E[taken_RK.long()]
         assert ((taken_RK < 0) | (GROUP_OF_E[taken_RK.clamp(min=0).long()] == self.group)).all()
         y_RKD = scale_RK.unsqueeze(2) * x_RD.float().nan_to_num(7).unsqueeze(1)
         if not self.layout.unsummed:
@@ -87,34 +69,25 @@ class Attention:
         addresses |= {ANSWERS + seat.group: seat.answers.data_ptr() for seat in self.seats}
         self.control = words({BASE: self.base, **addresses})
 
-    def send(self, call: tuple[Tensor, Tensor, Tensor], bucket: int, exchange: int = 0, micro_batch: int = 0) -> None:
+    def send(self, call: Rows, bucket: int, exchange: int = 0, micro_batch: int = 0) -> None:
         at = {"layout": self.layout, "groups": GROUPS, "bucket": bucket}
         send_rows(*call, GROUP_OF_E, self.counts_E, self.control, exchange=exchange, micro_batch=micro_batch, **at)
 
-    def sum(self, call: tuple[Tensor, Tensor, Tensor], bucket: int, exchange: int = 0, micro_batch: int = 0) -> Tensor:
+    def sum(self, call: Rows, bucket: int, exchange: int = 0, micro_batch: int = 0) -> Tensor:
         at = {"layout": self.layout, "groups": GROUPS, "bucket": bucket, "shared_gpu": self.shared_gpu}
         return sum_answers(*call[1:], GROUP_OF_E, self.control, exchange=exchange, micro_batch=micro_batch, **at)
 
 
-def world(unsummed: bool = False, rows: int = 40, dtype: torch.dtype = torch.float32) -> tuple[Attention, list[Seat]]:
+def world(
+    unsummed: bool = False, rows: int = 40, dtype: torch.dtype = torch.float32, shared_gpu: bool = False
+) -> tuple[Attention, list[Seat]]:
     layout = Layout(rows=rows, hidden=HIDDEN, slots=SLOTS, dtype=dtype, unsummed=unsummed)
     seats = [Seat(layout, group) for group in range(GROUPS)]
-    return Attention(layout, seats), seats
+    return Attention(layout, seats, shared_gpu=shared_gpu), seats
 
 
-def whole_call(rows: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
-    """Small whole numbers, distinct experts, some slots empty, weights that are powers of two."""
-    generator = torch.Generator().manual_seed(seed)
-    x_TD = torch.randint(-4, 5, (rows, HIDDEN), generator=generator).to(dtype)
-    ids_TK = torch.rand(rows, EXPERTS, generator=generator).topk(SLOTS, dim=1).indices
-    ids_TK[torch.rand(rows, SLOTS, generator=generator) < 0.2] = -1
-    return x_TD, ids_TK, torch.tensor([0.5, 0.25, 2]).expand(rows, SLOTS)
-
-
-def expected(call: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-    x_TD, ids_TK, weights_TK = call
-    scale_TK = torch.cat([SCALE_E, torch.zeros(1)])[ids_TK] * weights_TK
-    return (scale_TK.sum(1, keepdim=True) * x_TD.float()).to(x_TD.dtype)
+def expected(call: Rows) -> Tensor:
+    return joined.expected(call).to(call[0].dtype)
 
 
 @pytest.mark.parametrize("unsummed", [False, True])
@@ -122,24 +95,22 @@ def expected(call: tuple[Tensor, Tensor, Tensor]) -> Tensor:
     ("dtype", "shared_gpu"), [(torch.float32, False), (torch.float32, True), (torch.float16, False)]
 )
 def test_rows_come_back_scaled(unsummed: bool, dtype: torch.dtype, shared_gpu: bool) -> None:
-    attention, seats = world(unsummed, dtype=dtype)
-    attention.shared_gpu = shared_gpu
+    attention, seats = world(unsummed, dtype=dtype, shared_gpu=shared_gpu)
     for exchange, (rows, micro_batch) in enumerate([(1, 0), (13, 1), (40, 0)]):
-        call, bucket = whole_call(rows, exchange, dtype), min(2 * rows, 40)
+        (x_TD, ids_TK, weights_TK), bucket = rows_of(rows, exchange), min(2 * rows, 40)
+        call = x_TD.to(dtype), ids_TK, weights_TK
         attention.send(call, bucket, exchange, micro_batch)
         for seat in seats:
             assert seat.serve(bucket=bucket, exchange=exchange, micro_batch=micro_batch)[FAILED] == 0
         assert torch.equal(attention.sum(call, bucket, exchange, micro_batch), expected(call))
     assert attention.control[FAILED] == 0
     assert torch.equal(attention.counts_E, sum(seat.counts_E for seat in seats))
-    assert int(attention.counts_E.sum()) == sum(
-        int((whole_call(n, s)[1] >= 0).sum()) for s, n in enumerate((1, 13, 40))
-    )
+    assert int(attention.counts_E.sum()) == sum(int((rows_of(n, s)[1] >= 0).sum()) for s, n in enumerate((1, 13, 40)))
 
 
 def test_more_rows_than_blocks() -> None:
     attention, seats = world(rows=600)
-    call = whole_call(517)
+    call = rows_of(517)
     attention.send(call, 600)
     for seat in seats:
         seat.serve(bucket=600)
@@ -150,7 +121,7 @@ def test_more_rows_than_blocks() -> None:
 def test_every_pair_is_counted_once(rows: int) -> None:
     """The most that are counted when they are taken, the least when they are answered, and blocks of several rows."""
     attention, seats = world(rows=rows)
-    call = whole_call(rows - 2)
+    call = rows_of(rows - 2)
     for exchange in range(2):
         attention.send(call, rows, exchange)
         for seat in seats:
@@ -163,9 +134,8 @@ def test_every_pair_is_counted_once(rows: int) -> None:
 
 @pytest.mark.parametrize("shared_gpu", [False, True])
 def test_a_missing_answer_fails_the_step_and_returns_zeros(shared_gpu: bool) -> None:
-    attention, seats = world()
-    attention.shared_gpu = shared_gpu
-    call = whole_call(8)
+    attention, seats = world(shared_gpu=shared_gpu)
+    call = rows_of(8)
     attention.send(call, 8)
     seats[0].serve(bucket=8)
     assert not attention.sum(call, 8).any()
@@ -175,7 +145,7 @@ def test_a_missing_answer_fails_the_step_and_returns_zeros(shared_gpu: bool) -> 
 def test_a_failed_step_sends_nothing_more() -> None:
     attention, seats = world()
     attention.control[FAILED] = ABORTED
-    attention.send(whole_call(8), 8)
+    attention.send(rows_of(8), 8)
     assert not any(seat.inbox.any() for seat in seats)
     assert not attention.counts_E.any()
 
@@ -194,7 +164,7 @@ def test_a_step_that_was_begun_again_supersedes_the_old_one() -> None:
     attention, seats = world()
     attention.base = 10
     attention.begin()
-    call = whole_call(8)
+    call = rows_of(8)
     attention.send(call, 8)
     for seat in seats:
         assert seat.serve(bucket=8, base=0, last=10)[FAILED] == 1
@@ -205,9 +175,8 @@ def test_a_step_that_was_begun_again_supersedes_the_old_one() -> None:
 
 @pytest.mark.parametrize("shared_gpu", [False, True])
 def test_old_answers_are_not_taken_for_new_ones(shared_gpu: bool) -> None:
-    attention, seats = world()
-    attention.shared_gpu = shared_gpu
-    call = whole_call(8)
+    attention, seats = world(shared_gpu=shared_gpu)
+    call = rows_of(8)
     attention.send(call, 8)
     for seat in seats:
         seat.serve(bucket=8)
@@ -220,11 +189,10 @@ def test_old_answers_are_not_taken_for_new_ones(shared_gpu: bool) -> None:
 
 @pytest.mark.parametrize("shared_gpu", [False, True])
 def test_groups_without_a_seat_here_are_left_out(shared_gpu: bool) -> None:
-    attention, seats = world()
-    attention.shared_gpu = shared_gpu
+    attention, seats = world(shared_gpu=shared_gpu)
     attention.seats = seats[:1]
     attention.begin()
-    x_TD, ids_TK, weights_TK = whole_call(8)
+    x_TD, ids_TK, weights_TK = rows_of(8)
     attention.send((x_TD, ids_TK, weights_TK), 8)
     seats[0].serve(bucket=8)
     here_TK = torch.where((ids_TK >= 0) & (GROUP_OF_E[ids_TK] == 0), ids_TK, -1)
@@ -240,7 +208,7 @@ def test_an_absent_slot_may_hold_anything(unsummed: bool) -> None:
     for seat in seats:
         seat.answers.fill_(0xFF)
         seat.answers[: seat.layout.y_at] = 0
-    x_TD, ids_TK, weights_TK = whole_call(8)
+    x_TD, ids_TK, weights_TK = rows_of(8)
     weights_TK = torch.where(ids_TK < 0, torch.nan, weights_TK)
     attention.send((x_TD, ids_TK, weights_TK), 8)
     for seat in seats:
@@ -251,7 +219,7 @@ def test_an_absent_slot_may_hold_anything(unsummed: bool) -> None:
 
 def test_rows_not_asked_of_a_seat_do_not_travel() -> None:
     attention, seats = world()
-    x_TD, _, weights_TK = whole_call(2)
+    x_TD, _, weights_TK = rows_of(2)
     attention.send((x_TD, torch.tensor([[0, 3, 4], [1, 2, 5]]), weights_TK), 8)
     here = seats[1].inbox[seats[1].layout.x_at :][: 2 * HIDDEN * 4].view(torch.float32).view(2, HIDDEN)
     assert not here[0].any()

@@ -11,8 +11,6 @@ from testkit.models.moe_layers import random_layer
 
 from moe_kernels import ArgumentError, plan
 
-pytestmark = [pytest.mark.usefixtures("path"), pytest.mark.parametrize("path", ["torch"])]  # before one is chosen
-
 LAYER = random_layer(5, hidden=16, width=8, experts=4, slots=2, biased=True)
 
 
@@ -23,10 +21,6 @@ def shown(value: Any) -> str:
 
 def cut(name: str, *at: Any) -> dict[str, Any]:
     return {name: getattr(LAYER, name)[at]}
-
-
-def cast(name: str, dtype: torch.dtype) -> dict[str, Any]:
-    return {name: getattr(LAYER, name).to(dtype)}
 
 
 @pytest.mark.parametrize(
@@ -63,28 +57,24 @@ def test_wrong_shapes_are_named(changes: dict[str, Any], argument: str) -> None:
         wrong()
 
 
+WRONG_DTYPES = {
+    "x_TD": [torch.float64, torch.int32],
+    "w_in": [torch.float16],
+    "w_down": [torch.bfloat16, torch.int8],
+    "ids_TK": [torch.float32, torch.uint8, torch.bool],
+    "weights_TK": [torch.float16, torch.float64],
+    "bias_in": [torch.float16],
+    "bias_down": [torch.float64],
+}
+
+
 @pytest.mark.parametrize(
-    ("name", "dtype"),
-    [
-        ("x_TD", torch.float64),
-        ("x_TD", torch.int32),
-        ("w_in", torch.float16),
-        ("w_down", torch.bfloat16),
-        ("w_down", torch.int8),
-        ("ids_TK", torch.float32),
-        ("ids_TK", torch.uint8),
-        ("ids_TK", torch.bool),
-        ("weights_TK", torch.float16),
-        ("weights_TK", torch.float64),
-        ("bias_in", torch.float16),
-        ("bias_down", torch.float64),
-    ],
-    ids=str,
+    ("name", "dtype"), [(name, dtype) for name, dtypes in WRONG_DTYPES.items() for dtype in dtypes], ids=str
 )
 def test_wrong_dtypes_are_named(name: str, dtype: torch.dtype) -> None:
     argument = name.removesuffix("_TD").removesuffix("_TK")
     with pytest.raises(ArgumentError, match=rf"(?s)\b{argument}\b.*{dtype}.*\({LAYER.tensors()[name].shape[0]}, "):
-        LAYER.but(**cast(name, dtype))()
+        LAYER.but(**{name: LAYER.tensors()[name].to(dtype)})()
 
 
 @pytest.mark.parametrize("name", ["w_in", "w_down", "ids_TK", "weights_TK", "bias_in", "bias_down"])
@@ -100,16 +90,12 @@ def test_other_devices_are_named(name: str) -> None:
         ({"activation": "tanh"}, "'tanh'"),
         ({"activation": "SwiGLU"}, "'SwiGLU'"),
         ({"weights_on": "both"}, "'both'"),
+        ({"activation": "relu", "bias_in": None}, r"w_in.*\(4, 8, 16\).*found.*\(4, 16, 16\)"),
     ],
 )
-def test_unknown_flags_are_named(flags: dict[str, Any], words: str) -> None:
+def test_flags_that_are_unknown_or_of_another_layer_are_named(flags: dict[str, Any], words: str) -> None:
     with pytest.raises(ArgumentError, match=words):
         LAYER.but(**flags)()
-
-
-def test_an_ungated_layer_in_a_gated_ones_shape() -> None:
-    with pytest.raises(ArgumentError, match=r"w_in.*\(4, 8, 16\).*found.*\(4, 16, 16\)"):
-        LAYER.but(activation="relu", bias_in=None)()
 
 
 @pytest.mark.parametrize(
@@ -121,15 +107,10 @@ def test_an_ungated_layer_in_a_gated_ones_shape() -> None:
         ({"local_E": torch.zeros(4, 1, dtype=torch.int32)}, r"local.*\(4, 1\)"),
         ({"local_E": torch.zeros(4)}, r"local.*float32"),
         ({"keep_T": torch.ones(5, dtype=torch.bool, device="meta")}, "keep.*meta"),
+        ({"plan": plan(LAYER.ids_TK[:3], 4)}, "plan"),
+        ({"plan": plan(LAYER.ids_TK, 7)}, "plan"),
     ],
 )
-def test_wrong_masks_and_tables_are_named(extra: dict[str, Any], words: str) -> None:
+def test_masks_tables_and_plans_of_another_call_are_named(extra: dict[str, Any], words: str) -> None:
     with pytest.raises(ArgumentError, match=words):
         LAYER(**extra)
-
-
-def test_a_plan_of_another_batch_is_named() -> None:
-    with pytest.raises(ArgumentError, match="plan"):
-        LAYER(plan=plan(LAYER.ids_TK[:3], 4))
-    with pytest.raises(ArgumentError, match="plan"):
-        LAYER(plan=plan(LAYER.ids_TK, 7))

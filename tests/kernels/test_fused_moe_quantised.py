@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from testkit.models.layouts import LAYOUTS, rows_of_a_wider_one, strided
-from testkit.models.moe_layers import DTYPES, Layer, random_layer
+from testkit.models.moe_layers import CODE_ROUNDINGS, DTYPES, FORMATS, Layer, quantised, random_layer
 from testkit.models.pairwise import pairwise
 from testkit.models.regimes import REGIMES, larger_tiles
 from testkit.models.tolerances import assert_close
@@ -24,23 +24,11 @@ def run(layer: Layer) -> Tensor:
         return layer()
 
 
-ROUNDINGS = {torch.float32: 128, torch.float16: 4, torch.bfloat16: 4}
-"""Kernels sum codes with an offset that they subtract at the end, which costs float32 the bits of the offset."""
-FORMATS = [(8, 0), (8, 128), (4, 0), (4, 128)]
-
-
-def quantised(layer: Layer, bits: int, group: int) -> tuple[Layer, Tensor]:
-    """The layer with packed weights, and its output by definition with the values that they stand for."""
-    packed = [quantize_experts(weight, bits, group) for weight in (layer.w_in, layer.w_down)]
-    values = [dequantize_experts(weight, torch.float64) for weight in packed]
-    return layer.but(w_in=packed[0], w_down=packed[1]), layer.but(w_in=values[0], w_down=values[1]).expected()
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("bits", "group"), FORMATS)
 def test_equals_the_weights_values(bits: int, group: int, dtype: torch.dtype) -> None:
     layer, expected_TD = quantised(random_layer(2, 256, 128, 3, 2, dtype=dtype), bits, group)
-    assert_close(run(layer), expected_TD, ROUNDINGS[dtype])
+    assert_close(run(layer), expected_TD, CODE_ROUNDINGS[dtype])
 
 
 @pytest.mark.parametrize(("bits", "group"), FORMATS)
@@ -48,7 +36,7 @@ def test_biases_absent_slots_and_input_weights(bits: int, group: int) -> None:
     layer = random_layer(3, 128, 128, 3, 2, activation="gelu", biased=True).but(weights_on="input")
     layer.ids_TK[::2, 1] = -1
     layer, expected_TD = quantised(layer, bits, group)
-    assert_close(run(layer), expected_TD, ROUNDINGS[torch.float32])
+    assert_close(run(layer), expected_TD, CODE_ROUNDINGS[torch.float32])
 
 
 def test_narrow_matrices_of_bytes() -> None:
@@ -61,7 +49,7 @@ def test_one_matrix_may_stay_plain(which: str) -> None:
     plain = random_layer(2, 128, 128, 3, 2)
     packed = quantize_experts(getattr(plain, which), 4, 128)
     values = plain.but(**{which: dequantize_experts(packed, torch.float64)})
-    assert_close(run(plain.but(**{which: packed})), values.expected(), ROUNDINGS[torch.float32])
+    assert_close(run(plain.but(**{which: packed})), values.expected(), CODE_ROUNDINGS[torch.float32])
 
 
 @pytest.mark.parametrize(("bits", "group"), FORMATS)
@@ -72,7 +60,7 @@ def test_grouped_rows(bits: int, group: int) -> None:
     layer, expected_ND = quantised(plain, bits, group)
     with larger_tiles():
         y_ND = grouped_mlp(layer.x_TD, counts_E, layer.w_in, layer.w_down, activation="relu")
-    assert_close(y_ND, expected_ND, ROUNDINGS[torch.float32])
+    assert_close(y_ND, expected_ND, CODE_ROUNDINGS[torch.float32])
 
 
 def test_other_experts_are_not_read() -> None:
@@ -81,7 +69,18 @@ def test_other_experts_are_not_read() -> None:
     layer, expected_TD = quantised(layer, 4, 128)
     for weight in (layer.w_in, layer.w_down):
         weight.scales[[0, 2]] = torch.nan
-    assert_close(run(layer), expected_TD, ROUNDINGS[torch.float32])
+    assert_close(run(layer), expected_TD, CODE_ROUNDINGS[torch.float32])
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy, in the interpreter
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_broken_row_stays_alone(value: float) -> None:
+    layer, _ = quantised(random_layer(3, 128, 128, 3, 1), 4, 128)
+    x_TD = layer.x_TD.clone()
+    x_TD[1, 0] = value
+    broken_TD = run(layer.but(x_TD=x_TD))
+    assert torch.equal(broken_TD[[0, 2]], run(layer)[[0, 2]])
+    assert not broken_TD[1].isfinite().any()
 
 
 REFUSED = {("scales", strided), ("scales", rows_of_a_wider_one), *(("packed", layout) for layout in LAYOUTS)}

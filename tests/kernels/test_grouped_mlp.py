@@ -26,9 +26,9 @@ COUNTS = [
 ]
 
 
-def run(layer: Layer, counts: list[int], **more: Any) -> Tensor:
-    counts_E = torch.tensor(counts, dtype=torch.int32)
-    flags = {"activation": layer.activation, "bias_in": layer.bias_in, "bias_down": layer.bias_down} | more
+def run(layer: Layer, counts: list[int] | Tensor) -> Tensor:
+    counts_E = counts if isinstance(counts, Tensor) else torch.tensor(counts, dtype=torch.int32)
+    flags = {"activation": layer.activation, "bias_in": layer.bias_in, "bias_down": layer.bias_down}
     return grouped_mlp(layer.x_TD, counts_E, layer.w_in, layer.w_down, **flags)
 
 
@@ -106,8 +106,7 @@ def test_layouts_of_rows() -> None:
 def test_layouts_of_counts(dtype: torch.dtype) -> None:
     layer, counts_E = random_layer(9), torch.tensor(COUNTS[0], dtype=dtype)
     for layout in (strided, tail):
-        y_ND = grouped_mlp(layer.x_TD, layout(counts_E), layer.w_in, layer.w_down)
-        assert_close(y_ND, by_definition(layer, COUNTS[0]))
+        assert_close(run(layer, layout(counts_E)), by_definition(layer, COUNTS[0]))
 
 
 @pytest.mark.parametrize(
@@ -122,49 +121,28 @@ def test_layouts_of_counts(dtype: torch.dtype) -> None:
         ({"bias_in": torch.zeros(5, 16)}, r"bias_in.*\(5, 16\)"),
         ({"bias_down": torch.zeros(4, 24)}, r"bias_down.*\(4, 24\)"),
         ({"activation": "tanh"}, "'tanh'"),
+        ({"counts_E": torch.zeros(4, dtype=torch.int32)}, r"counts.*\(4,\)"),
+        ({"counts_E": torch.zeros(5, 1, dtype=torch.int32)}, r"counts.*\(5, 1\)"),
+        ({"counts_E": torch.zeros(5)}, r"counts.*float32"),
+        ({"counts_E": torch.zeros(5, dtype=torch.int32, device="meta")}, r"counts.*meta"),
     ],
 )
 def test_wrong_arguments_are_named(changes: dict[str, Any], words: str) -> None:
+    of_layer = {name: value for name, value in changes.items() if name != "counts_E"}
     with pytest.raises(ArgumentError, match=words):
-        run(random_layer(9).but(**changes), COUNTS[0])
+        run(random_layer(9).but(**of_layer), changes.get("counts_E", COUNTS[0]))
 
 
 @pytest.mark.parametrize(
-    ("counts_E", "words"),
+    ("counts", "counted"),
     [
-        (torch.zeros(4, dtype=torch.int32), r"counts.*\(4,\)"),
-        (torch.zeros(5, 1, dtype=torch.int32), r"counts.*\(5, 1\)"),
-        (torch.zeros(5), r"counts.*float32"),
-        (torch.zeros(5, dtype=torch.int32, device="meta"), r"counts.*meta"),
+        pytest.param([3, 0, 50, 1, 7], [3, 0, 6, 0, 0], id="beyond the rows"),
+        pytest.param([3, -2, 5, -1, 1], [3, 0, 5, 0, 1], id="negative"),
+        pytest.param([2, 0, 2**62, 2**62, 0], [2, 0, 7, 0, 0], id="no sum could hold them"),
     ],
 )
-def test_wrong_counts_are_named(counts_E: Tensor, words: str) -> None:
-    layer = random_layer(9)
-    with pytest.raises(ArgumentError, match=words):
-        grouped_mlp(layer.x_TD, counts_E, layer.w_in, layer.w_down)
-
-
-def test_counts_beyond_the_rows_stay_inside() -> None:
+def test_counts_that_cannot_be_stay_inside(counts: list[int], counted: list[int]) -> None:
     """Counts are data: nobody can refuse them without waiting for the device, but no row past the end is touched."""
     layer = random_layer(9)
-    y_ND = run(layer, [3, 0, 50, 1, 7])
-    assert_close(y_ND, by_definition(layer, [3, 0, 6, 0, 0]))
-
-
-def test_rows_past_the_counts_are_zero() -> None:
-    layer = random_layer(9, experts=2)
-    assert (run(layer, [3, 4])[7:] == 0).all()
-
-
-def test_negative_counts_count_as_none() -> None:
-    layer = random_layer(9)
-    assert_close(run(layer, [3, -2, 5, -1, 1]), by_definition(layer, [3, 0, 5, 0, 1]))
-
-
-@pytest.mark.usefixtures("path")
-def test_counts_that_no_sum_could_hold() -> None:
-    """Counts near the end of int64 would wrap when added up."""
-    w_in, w_down = torch.randn(3, 32, 16), torch.randn(3, 16, 16)
-    x = torch.randn(5, 16)
-    huge = torch.tensor([2, 2**62, 2**62])
-    assert torch.equal(grouped_mlp(x, huge, w_in, w_down), grouped_mlp(x, torch.tensor([2, 3, 0]), w_in, w_down))
+    counts_E = torch.tensor(counts, dtype=torch.int32 if max(counts) < 2**31 else torch.int64)
+    assert_close(run(layer, counts_E), by_definition(layer, counted))

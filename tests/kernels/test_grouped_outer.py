@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import pytest
 import torch
@@ -79,15 +78,8 @@ def test_tiles_of_the_table() -> None:
 
 
 @both_paths
-def test_experts_without_rows_get_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_without_rows_get_zeros() -> None:
     it = case([[1]] * 5, inputs=8, outputs=8, experts=4, dtype=torch.float32)
-    empty = Tensor.new_empty
-
-    def poisoned(*shape: Any, **options: Any) -> Tensor:
-        new = empty(*shape, **options)
-        return new.fill_(torch.nan) if new.is_floating_point() else new
-
-    monkeypatch.setattr(Tensor, "new_empty", poisoned)
     dy, x = operands(it, "token", "token")
     dw = grouped_outer(dy, x, it.plan, dy_rows="token", x_rows="token", tiles=TILES)
     db = grouped_sum(dy, it.plan, rows="token")

@@ -68,6 +68,10 @@ def test_a_plan_has_no_atomics_but_the_histograms(call: str, kernel: str) -> Non
     assert set(re.findall(r"\b(?:atom|red)\.\S+", code(call, kernel).ptx)) <= {"atom.shared.add.u32"}
 
 
+def test_one_token_takes_two_launches() -> None:
+    assert [found.name for found in aot.launches("experts-bf16-1", "sm_90")] == ["gemv_in_kernel", "gemv_down_kernel"]
+
+
 @pytest.mark.parametrize("kernel", ["gemv_in_kernel", "gemv_down_kernel"])
 @pytest.mark.parametrize("call", ["experts-bf16-1", *QUANTISED])
 def test_one_tokens_weights_come_in_chunks_and_threads_exchange_only_sums(call: str, kernel: str) -> None:

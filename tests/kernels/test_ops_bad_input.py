@@ -31,11 +31,8 @@ LAYER = random_layer(5, hidden=16, width=8, experts=4, slots=2, biased=True)
 IDS_TK = LAYER.ids_TK
 X_TD = LAYER.x_TD
 COUNTS_E = torch.tensor([2, 0, 2, 1], dtype=torch.int32)
-one_path = pytest.mark.parametrize("path", ["torch"])  # what is refused is refused before one is chosen
 
 
-@one_path
-@pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("name", ["x_TD", "w_in", "w_down", "weights_TK", "bias_in", "bias_down"])
 def test_fused_moe_refuses_what_wants_a_gradient(name: str) -> None:
     asked = LAYER.but(**{name: LAYER.tensors()[name].clone().requires_grad_()})
@@ -45,8 +42,6 @@ def test_fused_moe_refuses_what_wants_a_gradient(name: str) -> None:
         assert torch.equal(asked(), LAYER())
 
 
-@one_path
-@pytest.mark.usefixtures("path")
 def test_grouped_mlp_and_route_refuse_what_wants_a_gradient() -> None:
     w_in, w_down = cast("Tensor", LAYER.w_in), cast("Tensor", LAYER.w_down)
     with pytest.raises(ArgumentError, match="grouped_mlp has no backward pass, and w_in"):
@@ -55,8 +50,6 @@ def test_grouped_mlp_and_route_refuse_what_wants_a_gradient() -> None:
         route(torch.randn(3, 4).requires_grad_(), top_k=2)
 
 
-@one_path
-@pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("block_rows", [1, 8, 100, 256])
 def test_plans_that_kernels_have_no_tiles_for(block_rows: int) -> None:
     made = plan(IDS_TK, 4, block_rows=block_rows)
@@ -66,8 +59,6 @@ def test_plans_that_kernels_have_no_tiles_for(block_rows: int) -> None:
         parallel_linear(X_TD, cast("Tensor", LAYER.w_in), made)
 
 
-@one_path
-@pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("name", ["keep_T", "local_E"])
 def test_a_mask_with_a_plan_would_be_ignored(name: str) -> None:
     extra = {"keep_T": torch.zeros(5, dtype=torch.bool), "local_E": torch.arange(4, dtype=torch.int32)}[name]
@@ -75,8 +66,6 @@ def test_a_mask_with_a_plan_would_be_ignored(name: str) -> None:
         LAYER(plan=plan(IDS_TK, 4), **{name: extra})
 
 
-@one_path
-@pytest.mark.usefixtures("path")
 def test_sizes_of_zero_are_named() -> None:
     with pytest.raises(ArgumentError, match=r"w_down .*rows and columns.*\(4, 0, 8\)"):
         fused_moe(torch.ones(5, 0), torch.ones(4, 16, 0), torch.ones(4, 0, 8), IDS_TK, torch.ones(5, 2))
@@ -85,29 +74,6 @@ def test_sizes_of_zero_are_named() -> None:
             parallel_linear(torch.ones(5, shape[2]), torch.ones(shape), plan(IDS_TK, 4))
     with pytest.raises(ArgumentError, match=r"local .*\(0,\)"):
         LAYER(local_E=torch.zeros(0, dtype=torch.int32))
-
-
-@one_path
-@pytest.mark.usefixtures("path")
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
-        (lambda: plan(IDS_TK, cast("int", 4.0)), "experts must be an integer, found 4.0"),
-        (lambda: plan(IDS_TK, 4, capacity=cast("int", 2.5)), "capacity must be an integer, found 2.5"),
-        (lambda: plan(IDS_TK, 4, block_rows=cast("int", 16.0)), "block_rows must be an integer"),
-        (lambda: route(torch.ones(2, 4), top_k=cast("int", 2.0)), "top_k must be in 1..4 .*found 2.0"),
-    ],
-)
-def test_numbers_that_are_not_counts(call: Callable[[], object], words: str) -> None:
-    with pytest.raises(ArgumentError, match=words):
-        call()
-
-
-def test_strides_are_shown() -> None:
-    with pytest.raises(ArgumentError, match=r"x must be contiguous, found .*\(5, 16\) and strides \(1, 5\)"):
-        parallel_linear(X_TD.t().contiguous().t(), cast("Tensor", LAYER.w_in), plan(IDS_TK, 4))
-    with pytest.raises(ArgumentError, match=r"w .*contiguous, found .*\(4, 8, 16\) and strides"):
-        parallel_linear(X_TD, cast("Tensor", LAYER.w_down).mT, plan(IDS_TK, 4))
 
 
 def test_the_current_device_becomes_the_tensors(monkeypatch: pytest.MonkeyPatch) -> None:

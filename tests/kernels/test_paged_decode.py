@@ -22,8 +22,8 @@ class Case:
     """Random queries, keys and values; what no sequence holds is NaN, and no block follows a sequence's last."""
 
     def __init__(
-        self, lengths: list[int], *, heads: int, kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype,
-        seed: int = 0, most_blocks: int = 0,
+        self, lengths: list[int], *, heads: int = 2, kv_heads: int = 1, head_dim: int = 16, block_size: int = 16,
+        dtype: torch.dtype = torch.float32, seed: int = 0, most_blocks: int = 0,
     ) -> None:  # fmt: skip
         generator = torch.Generator().manual_seed(seed)
         counts = [-(-length // block_size) for length in lengths]
@@ -68,9 +68,7 @@ class Case:
     [(8, 1, 32, 16), (2, 2, 16, 4), (6, 2, 24, 5), (4, 4, 80, 1), (18, 1, 8, 7)],
 )
 def test_equals_the_definition(heads: int, kv_heads: int, head_dim: int, block_size: int, window: int | None) -> None:
-    case = Case(
-        [0, 1, 17, 5], heads=heads, kv_heads=kv_heads, head_dim=head_dim, block_size=block_size, dtype=torch.float32
-    )
+    case = Case([0, 1, 17, 5], heads=heads, kv_heads=kv_heads, head_dim=head_dim, block_size=block_size)
     assert_close(case(window), case.expected(window))
 
 
@@ -84,24 +82,20 @@ def test_half_precision(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("window", [None, 200])
 def test_long_sequences_are_cut(window: int | None) -> None:
     """Into 1, 2, 3 and 8 parts here; the row without a sequence stays empty."""
-    case = Case(
-        [128, 129, 0, 300, 1030], heads=2, kv_heads=1, head_dim=16, block_size=16, dtype=torch.float32, most_blocks=80
-    )
+    case = Case([128, 129, 0, 300, 1030], most_blocks=80)
     assert_close(case(window), case.expected(window))
 
 
 def test_more_than_the_longest_part_for_each() -> None:
     """Many rows leave few parts for each: those of one very long sequence are then longer than parts should be."""
-    case = Case([0] * 31 + [16_500], heads=1, kv_heads=1, head_dim=4, block_size=1024, dtype=torch.float32)
+    case = Case([0] * 31 + [16_500], heads=1, head_dim=4, block_size=1024)
     assert_close(case(), case.expected(), roundings=64)  # a sum of 16,500
 
 
 @settings(max_examples=12, deadline=None)
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=4), st.integers(1, 9), st.integers(1, 50), st.integers(0, 99))
 def test_any_lengths(lengths: list[int], block_size: int, window: int, seed: int) -> None:
-    case = Case(
-        lengths, heads=2, kv_heads=1, head_dim=4, block_size=block_size, dtype=torch.float32, seed=seed, most_blocks=45
-    )
+    case = Case(lengths, head_dim=4, block_size=block_size, seed=seed, most_blocks=45)
     assert_close(case(window), case.expected(window))
 
 
@@ -121,7 +115,7 @@ def test_nothing_is_touched_past_any_tensor() -> None:
 
 @pytest.mark.parametrize("where", ["k", "v", "q"])
 def test_nan_stays_with_its_sequence(where: str) -> None:
-    case = Case([150, 150], heads=2, kv_heads=1, head_dim=16, block_size=16, dtype=torch.float32)
+    case = Case([150, 150])
     if where == "q":
         case.q[0] = torch.nan
     else:
@@ -132,7 +126,7 @@ def test_nan_stays_with_its_sequence(where: str) -> None:
 
 
 def test_a_scale_of_its_own() -> None:
-    case = Case([9], heads=1, kv_heads=1, head_dim=8, block_size=4, dtype=torch.float32)
+    case = Case([9], heads=1, head_dim=8, block_size=4)
     out = paged_decode(case.q, case.k, case.v, case.blocks, case.kv_len, scale=0.0)
     assert_close(out[0, 0], case.values[0][:, 0].double().mean(0))
 
@@ -146,7 +140,7 @@ def test_the_worked_example() -> None:
 
 
 def test_no_rows_no_output() -> None:
-    case = Case([1], heads=2, kv_heads=1, head_dim=8, block_size=4, dtype=torch.float32)
+    case = Case([1], head_dim=8, block_size=4)
     assert paged_decode(case.q[:0], case.k, case.v, case.blocks[:0], case.kv_len[:0]).shape == (0, 2, 8)
 
 

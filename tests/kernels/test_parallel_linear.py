@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from testkit.models.pair_layouts import LAYOUTS, Case, by_layout, case, linear_by_pair, random_ids
+from testkit.models.layouts import transposed
+from testkit.models.pair_layouts import LAYOUTS, OUTPUTS, Case, by_layout, case, linear, linear_by_pair, random_ids
 from testkit.models.tolerances import assert_close
 from torch import Tensor
 
@@ -12,20 +13,11 @@ from moe_kernels import ArgumentError
 from moe_kernels.training.parallel_linear import parallel_linear
 
 both_paths = pytest.mark.usefixtures("path")
-OUTPUTS = ["gates", "pair", "grouped"]
 
 
 def run(it: Case, layout: str, output: str, x: Tensor | None = None, *, bias: bool = True) -> Tensor:
-    return parallel_linear(
-        it.stored(layout) if x is None else x,
-        it.w_EOI,
-        it.plan,
-        gates=it.gates_TK if output == "gates" else None,
-        grouped_in=layout == "grouped",
-        grouped_out=output == "grouped",
-        bias_EO=it.bias_EO if bias else None,
-        fan_out=1 if layout == "pair" else None,
-    )
+    x = it.stored(layout) if x is None else x
+    return linear(it, layout, output, x, it.w_EOI, it.bias_EO if bias else None, it.gates_TK)
 
 
 def expected(it: Case, layout: str, output: str, *, bias: bool = True) -> Tensor:
@@ -135,8 +127,10 @@ def test_wrong_arguments_are_named() -> None:
         r"x \(grouped rows\) must be .*\(6, 8\)": lambda: parallel_linear(x, w, it.plan, grouped_in=True),
         r"x .* must be torch.float16": lambda: parallel_linear(x, w.half(), it.plan),
         "x must be a matrix": lambda: parallel_linear(x.int(), w, it.plan),
-        "x must be contiguous": lambda: parallel_linear(x.t().contiguous().t(), w, it.plan),
-        r"w \[E, O, I\] must be contiguous": lambda: parallel_linear(x, w.mT.contiguous().mT, it.plan),
+        r"x must be contiguous.*\(3, 8\) and strides \(1, 3\)": lambda: parallel_linear(transposed(x), w, it.plan),
+        r"w \[E, O, I\] must be contiguous.*\(3, 4, 8\) and strides": lambda: parallel_linear(
+            x, transposed(w), it.plan
+        ),
         r"w \[E, O, I\] must be of the plan's 3": lambda: parallel_linear(x, w[:2], it.plan),
         r"gates \[T, K\]": lambda: parallel_linear(x, w, it.plan, gates=it.gates_TK.half()),
         r"gates \[T, K\] must": lambda: parallel_linear(x, w, it.plan, gates=it.gates_TK[:, :1]),

@@ -4,31 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from testkit.models.pair_layouts import LAYOUTS, Case, by_layout, case, linear_by_pair, random_ids
+from testkit.models.pair_layouts import LAYOUTS, OUTPUTS, Case, by_layout, case, linear, linear_by_pair, random_ids
 from testkit.models.tolerances import assert_close
 from torch import Tensor
-
-from moe_kernels.training.parallel_linear import parallel_linear
 
 both_paths = pytest.mark.usefixtures("path")
 # Infinities in interpreted kernels are numpy's to warn of.
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value):RuntimeWarning")
-OUTPUTS = ["gates", "pair", "grouped"]
 ROUNDINGS = {torch.float32: 32, torch.float16: 8}
 """A gradient passes through two matrices and one rounding between them."""
-
-
-def call(it: Case, layout: str, output: str, x: Tensor, w: Tensor, bias: Tensor, gates: Tensor) -> Tensor:
-    return parallel_linear(
-        x,
-        w,
-        it.plan,
-        gates=gates if output == "gates" else None,
-        grouped_in=layout == "grouped",
-        grouped_out=output == "grouped",
-        bias_EO=bias,
-        fan_out=1 if layout == "pair" else None,
-    )
 
 
 def leaves_of(it: Case, layout: str, output: str) -> list[Tensor]:
@@ -43,7 +27,7 @@ def test_twin_by_finite_differences(layout: str, output: str) -> None:
     ids = random_ids(5, 2, 4, absent=0.2)
     it = case(ids, inputs=3, outputs=4, experts=4, dtype=torch.float64)
     leaves = leaves_of(it, layout, "gates")
-    assert torch.autograd.gradcheck(lambda *tensors: call(it, layout, output, *tensors), leaves)
+    assert torch.autograd.gradcheck(lambda *tensors: linear(it, layout, output, *tensors), leaves)
 
 
 def gradients(it: Case, layout: str, output: str, dy: Tensor) -> tuple[list[Tensor], list[Tensor]]:
@@ -52,7 +36,7 @@ def gradients(it: Case, layout: str, output: str, dy: Tensor) -> tuple[list[Tens
     The gates' gradients, float32, are sums over rows that were rounded to x's dtype: they are as exact as that.
     """
     leaves = leaves_of(it, layout, output)
-    y = call(it, layout, output, *leaves, *([] if output == "gates" else [it.gates_TK]))
+    y = linear(it, layout, output, *leaves, *([] if output == "gates" else [it.gates_TK]))
     actual = torch.autograd.grad(y, leaves, dy.to(y.dtype))
     wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
     y_SO = linear_by_pair(wide[0], wide[1], wide[2], it.ids_TK, it.plan, layout)
@@ -109,7 +93,7 @@ def test_nan_in_a_token_stays_with_its_experts() -> None:
     it = case(ids, inputs=8, outputs=8, experts=4, dtype=torch.float32)
     it.x_TI[5] = torch.nan  # experts 1 and 2
     leaves = leaves_of(it, "token", "gates")
-    y_TO = call(it, "token", "gates", *leaves)
+    y_TO = linear(it, "token", "gates", *leaves)
     dx, dw, dbias, dgates = torch.autograd.grad(y_TO, leaves, torch.ones_like(y_TO))
     assert dx.isfinite().all()
     assert dw[[0, 3]].isfinite().all()
@@ -122,7 +106,7 @@ def test_nan_in_a_token_stays_with_its_experts() -> None:
 def test_nan_in_a_tokens_gradient_stays_there() -> None:
     it = case([[0, 1]] * 5 + [[1, 2]] * 6, inputs=8, outputs=8, experts=4, dtype=torch.float32)
     leaves = leaves_of(it, "token", "gates")
-    y_TO = call(it, "token", "gates", *leaves)
+    y_TO = linear(it, "token", "gates", *leaves)
     dy_TO = torch.ones_like(y_TO)
     dy_TO[10] = torch.inf  # experts 1 and 2
     dx, dw, dbias, dgates = torch.autograd.grad(y_TO, leaves, dy_TO)
@@ -136,11 +120,11 @@ def test_nan_in_a_tokens_gradient_stays_there() -> None:
 def test_only_what_is_asked_for() -> None:
     it = case(random_ids(6, 2, 3), inputs=8, outputs=4, experts=3, dtype=torch.float32)
     everything = leaves_of(it, "token", "gates")
-    y_TO = call(it, "token", "gates", *everything)
+    y_TO = linear(it, "token", "gates", *everything)
     want = torch.autograd.grad(y_TO, everything, torch.ones_like(y_TO))
     for at in range(4):
         leaves = [leaf.detach().clone().requires_grad_(at == index) for index, leaf in enumerate(everything)]
-        y_TO = call(it, "token", "gates", *leaves)
+        y_TO = linear(it, "token", "gates", *leaves)
         (alone,) = torch.autograd.grad(y_TO, leaves[at], torch.ones_like(y_TO))
         assert torch.equal(alone, want[at])
 
@@ -149,7 +133,7 @@ def test_only_what_is_asked_for() -> None:
 def test_a_second_backward_pass_gives_the_same() -> None:
     it = case(random_ids(6, 2, 3), inputs=8, outputs=4, experts=3, dtype=torch.float32)
     leaves = leaves_of(it, "token", "gates")
-    y_TO = call(it, "token", "gates", *leaves)
+    y_TO = linear(it, "token", "gates", *leaves)
     first = torch.autograd.grad(y_TO, leaves, torch.ones_like(y_TO), retain_graph=True)
     second = torch.autograd.grad(y_TO, leaves, torch.ones_like(y_TO))
     assert all(torch.equal(one, two) for one, two in zip(first, second, strict=True))
@@ -160,6 +144,6 @@ def test_expanded_gradients() -> None:
     """``y.sum().backward()`` hands over a gradient of strides 0."""
     it = case(random_ids(6, 2, 3), inputs=8, outputs=4, experts=3, dtype=torch.float32)
     leaves = leaves_of(it, "token", "pair")
-    y_SO = call(it, "token", "pair", *leaves, it.gates_TK)
+    y_SO = linear(it, "token", "pair", *leaves, it.gates_TK)
     want = torch.autograd.grad(y_SO, leaves, torch.ones_like(y_SO), retain_graph=True)
     assert all(torch.equal(a, b) for a, b in zip(torch.autograd.grad(y_SO.sum(), leaves), want, strict=True))

@@ -102,24 +102,29 @@ def test_vanishing_sigmoid_scores_do_not_divide_by_zero() -> None:
     assert weights_TK.isfinite().all()
 
 
-def test_no_rows() -> None:
-    ids_TK, weights_TK = route(torch.zeros(0, 8), top_k=3)
-    assert ids_TK.shape == weights_TK.shape == (0, 3)
-
-
 @pytest.mark.parametrize(
-    ("logits", "flags", "words"),
+    ("changes", "words"),
     [
-        (torch.zeros(8), {"top_k": 1}, r"logits must be \[T, E\]"),
-        (torch.zeros(2, 8, dtype=torch.int64), {"top_k": 1}, "floating point"),
-        (torch.zeros(2, 8), {"top_k": 9}, r"top_k must be in 1\.\.8"),
-        (torch.zeros(2, 8), {"top_k": 0}, "top_k"),
-        (torch.zeros(2, 8), {"top_k": 1, "groups": 3}, "groups=3"),
-        (torch.zeros(2, 8), {"top_k": 1, "groups": 2, "top_groups": 3}, r"top_groups must be in 1\.\.2"),
-        (torch.zeros(2, 8), {"top_k": 3, "groups": 4, "top_groups": 1}, r"1\.\.2"),
-        (torch.zeros(2, 8), {"top_k": 1, "correction_bias_E": torch.zeros(7)}, r"correction_bias must be \[8\]"),
+        ({"logits_TE": torch.zeros(8)}, r"logits must be \[T, E\]"),
+        ({"logits_TE": torch.zeros(2, 8, dtype=torch.int64)}, "floating point"),
+        ({"top_k": 9}, r"top_k must be in 1\.\.8"),
+        ({"top_k": 0}, "top_k"),
+        ({"groups": 3}, "groups=3"),
+        ({"groups": 2, "top_groups": 3}, r"top_groups must be in 1\.\.2"),
+        ({"top_k": 3, "groups": 4, "top_groups": 1}, r"1\.\.2"),
+        ({"score": "tanh"}, "score must be"),
+        ({"order": "last"}, "order must be"),
+        ({"group_score": "mean"}, "group_score must be"),
+        ({"ids_dtype": torch.int16}, "ids_dtype must be"),
+        ({"keep_T": torch.ones(3, dtype=torch.bool)}, r"keep \[T\] must be torch.bool of shape \(2,\)"),
+        ({"keep_T": torch.ones(2)}, r"keep \[T\] must be torch.bool"),
+        ({"keep_T": torch.ones(2, dtype=torch.bool, device="meta")}, "keep is on meta, logits on cpu"),
+        ({"correction_bias_E": torch.zeros(7)}, r"correction_bias must be \[8\]"),
+        ({"correction_bias_E": torch.ones(8, dtype=torch.int32)}, "correction_bias must be floating point"),
+        ({"correction_bias_E": torch.ones(8, device="meta")}, "correction_bias is on meta, logits on cpu"),
     ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(value),
 )
-def test_wrong_arguments_are_named(logits: torch.Tensor, flags: dict[str, Any], words: str) -> None:
+def test_wrong_arguments_are_named(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ArgumentError, match=words):
-        route(logits, **flags)
+        route(**{"logits_TE": torch.zeros(2, 8), "top_k": 1, **changes})

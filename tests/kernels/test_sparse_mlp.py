@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -17,7 +17,6 @@ from moe_kernels.activations.op import Activation, activate, gated
 from moe_kernels.plan.op import plan
 from moe_kernels.plan.types import Plan
 from moe_kernels.training.activation_gradients.op import activation_backward
-from moe_kernels.training.parallel_linear import parallel_linear
 from moe_kernels.training.sparse_mlp import SparseMLP, softmax_gates, sparse_mlp
 
 both_paths = pytest.mark.usefixtures("path")
@@ -26,6 +25,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value):Runtime
 ACTIVATIONS = list(get_args(Activation))
 ROUNDINGS = {torch.float32: 32, torch.float16: 8}
 """Two matrices and the roundings between them."""
+PLANS: dict[str, dict[str, Any]] = {
+    "capacity": {"capacity": 4},
+    "capacity by slot": {"capacity": 4, "first_come": "slot"},
+    "keep": {"keep_T": torch.arange(12) % 3 > 0},
+    "local": {"local_E": torch.tensor([-1, 1, 0], dtype=torch.int32)},
+}
 
 
 def leaves_of(
@@ -53,25 +58,26 @@ def run(leaves: list[Tensor], order: Plan, activation: Activation) -> Tensor:
     return sparse_mlp(x, w_in, w_out, order, gates, activation=activation, bias_in=bias_in, bias_out=bias_out)
 
 
-def loop(leaves: list[Tensor], ids_TK: Tensor, order: Plan, activation: Activation) -> Tensor:
-    """Token by token, slot by slot, in float64; differentiable."""
+def loop(leaves: list[Tensor], order: Plan, activation: Activation) -> Tensor:
+    """Pair by pair in float64; a pair's expert is the one whose run of the plan holds its place. Differentiable."""
     x, w_in, w_out, gates, bias_in, bias_out = (leaf.double() for leaf in leaves)
     rows = []
-    for token, ids in enumerate(ids_TK.tolist()):
+    for token, places in enumerate(order.place_S.view(-1, order.slots).tolist()):
         row_D = 0 * sum(leaf.sum() for leaf in (w_in, w_out, gates, bias_in, bias_out)) + 0 * x[token]
-        for slot, expert in enumerate(ids):
-            if order.place_S[token * len(ids) + slot] >= 0:
+        for slot, place in enumerate(places):
+            if place >= 0:
+                expert = int((order.ends_E <= place).sum())
                 h_F = activate(w_in[expert] @ x[token] + bias_in[expert], activation)
                 row_D = row_D + gates[token, slot] * (w_out[expert] @ h_F + bias_out[expert])
         rows.append(row_D)
     return torch.stack(rows)
 
 
-def assert_gradients(leaves: list[Tensor], ids_TK: Tensor, order: Plan, activation: Activation) -> None:
+def assert_gradients(leaves: list[Tensor], order: Plan, activation: Activation) -> None:
     """The result and all six gradients, against the loop's."""
     dtype = leaves[0].dtype
     wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
-    want_TD, y_TD = loop(wide, ids_TK, order, activation), run(leaves, order, activation)
+    want_TD, y_TD = loop(wide, order, activation), run(leaves, order, activation)
     assert_close(y_TD, want_TD.detach(), ROUNDINGS[dtype])
     dy_TD = torch.randn(y_TD.shape, generator=torch.Generator().manual_seed(5)).to(dtype)
     wants = torch.autograd.grad(want_TD, wide, dy_TD.double())
@@ -90,9 +96,8 @@ def test_twin_by_finite_differences(activation: Activation) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_equals_the_loop(activation: Activation, dtype: torch.dtype) -> None:
-    ids_TK = random_ids(11, 2, 4, absent=0.2)
-    order = plan(ids_TK, 4, block_rows=16)
-    assert_gradients(leaves_of(11, 2, 4, activation, dtype), ids_TK, order, activation)
+    order = plan(random_ids(11, 2, 4, absent=0.2), 4, block_rows=16)
+    assert_gradients(leaves_of(11, 2, 4, activation, dtype), order, activation)
 
 
 @both_paths
@@ -100,15 +105,25 @@ def test_equals_the_loop(activation: Activation, dtype: torch.dtype) -> None:
 def test_uneven_experts(ids: list[list[int]]) -> None:
     ids_TK = torch.tensor(ids)
     leaves = leaves_of(*ids_TK.shape, 4, "swiglu", torch.float32)
-    assert_gradients(leaves, ids_TK, plan(ids_TK, 4, block_rows=16), "swiglu")
+    assert_gradients(leaves, plan(ids_TK, 4, block_rows=16), "swiglu")
 
 
 @both_paths
-def test_capacity_drops() -> None:
-    ids_TK = random_ids(12, 2, 3)
-    order = plan(ids_TK, 3, block_rows=16, capacity=4)
-    assert int(order.dropped_1) > 0
-    assert_gradients(leaves_of(12, 2, 3, "gelu", torch.float32), ids_TK, order, "gelu")
+@pytest.mark.parametrize("flags", PLANS.values(), ids=PLANS)
+def test_pairs_that_a_plan_leaves_out(flags: dict[str, Any]) -> None:
+    """They add nothing and get zero gradients. A module takes the plan too, with gradients and without."""
+    experts, ids_TK = 2 if "local_E" in flags else 3, random_ids(12, 2, 3)
+    order = plan(ids_TK, experts, block_rows=16, **flags)
+    assert (order.place_S < 0).any()
+    leaves = leaves_of(12, 2, experts, "gelu", torch.float32)
+    assert_gradients(leaves, order, "gelu")
+    x, w_in, w_out, gates, bias_in, bias_out = leaves
+    module = SparseMLP(8, 12, experts=experts, top_k=2, bias=True)
+    module.load_state_dict({"w_in": w_in, "w_out": w_out, "bias_in": bias_in, "bias_out": bias_out})
+    want_TD = run(leaves, order, "gelu").detach()
+    for record in (True, False):
+        with torch.set_grad_enabled(record):
+            assert_close(module(x, ids_TK=ids_TK, gates_TK=gates, plan=order).detach(), want_TD, 32)
 
 
 @both_paths
@@ -118,23 +133,6 @@ def test_no_tokens() -> None:
     assert y_TD.shape == (0, 8)
     gradients = torch.autograd.grad(y_TD, leaves, torch.ones_like(y_TD))
     assert all(torch.equal(gradient, torch.zeros_like(leaf)) for gradient, leaf in zip(gradients, leaves, strict=True))
-
-
-@both_paths
-@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
-def test_equals_two_parallel_linears(activation: Activation) -> None:
-    """ScatterMoE's algorithm 3, its gradients left to autograd."""
-    order = plan(random_ids(9, 2, 4, absent=0.1), 4, block_rows=16)
-    leaves = leaves_of(9, 2, 4, activation, torch.float32)
-    x, w_in, w_out, gates, bias_in, bias_out = leaves
-    pre = parallel_linear(x, w_in, order, grouped_out=True, bias_EO=bias_in)
-    two = parallel_linear(activate(pre, activation), w_out, order, gates=gates, grouped_in=True, bias_EO=bias_out)
-    one = run(leaves, order, activation)
-    assert_close(one, two.detach())
-    dy = torch.randn(one.shape, generator=torch.Generator().manual_seed(5))
-    pairs = zip(torch.autograd.grad(one, leaves, dy), torch.autograd.grad(two, leaves, dy), strict=True)
-    for ours, theirs in pairs:
-        assert_close(ours, theirs, 32)
 
 
 @both_paths

@@ -140,10 +140,6 @@ def assert_wgmma_from_registers(compiled: Compiled) -> None:
     assert all(text.count("{") == 2 for text in products), f"{compiled.kernel}: a product reads both from shared memory"
 
 
-def assert_tma(compiled: Compiled) -> None:
-    assert "cp.async.bulk.tensor" in compiled.ptx, f"{compiled.kernel}: no TMA copy in the PTX"
-
-
 def assert_no_stack(compiled: Compiled) -> None:
     assert compiled.stack == 0, f"{compiled.kernel}: {compiled.stack} bytes of stack"
     assert compiled.spills == 0, f"{compiled.kernel}: {compiled.spills} accesses to local memory"

@@ -13,9 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_kernels import QuantisedWeight, fused_moe
+from moe_kernels import QuantisedWeight, dequantize_experts, fused_moe, quantize_experts
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+FORMATS = [(8, 0), (8, 128), (4, 0), (4, 128)]
+"""Bits and group of quantised weights."""
+CODE_ROUNDINGS = {torch.float32: 128, torch.float16: 4, torch.bfloat16: 4}
+"""With codes: a sum runs over code + offset, which costs float32 the bits of the offset."""
 
 
 def _sigmoid(z: Tensor) -> Tensor:
@@ -122,6 +126,13 @@ def exact_layer(
         w_down=torch.stack([eye.roll(expert + 1, dims=0) for expert in range(experts)]),
         weights_TK=torch.randint(0, 9, (rows, slots), generator=generator) / 8,
     )
+
+
+def quantised(layer: Layer, bits: int, group: int) -> tuple[Layer, Tensor]:
+    """The layer with packed weights, and its output by definition with the values that they stand for."""
+    packed = [quantize_experts(weight, bits, group) for weight in (layer.w_in, layer.w_down)]
+    values = [dequantize_experts(weight, torch.float64) for weight in packed]
+    return layer.but(w_in=packed[0], w_down=packed[1]), layer.but(w_in=values[0], w_down=values[1]).expected()
 
 
 def expected(layer: Layer) -> Tensor:

@@ -12,8 +12,10 @@ from torch import Tensor
 
 from moe_kernels.plan.op import plan
 from moe_kernels.plan.types import Plan
+from moe_kernels.training.parallel_linear import parallel_linear
 
 LAYOUTS = ["token", "pair", "grouped"]
+OUTPUTS = ["gates", "pair", "grouped"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,6 +62,22 @@ def random_ids(tokens: int, slots: int, experts: int, *, absent: float = 0.0, se
     generator = torch.Generator().manual_seed(seed)
     ids_TK = torch.rand(tokens, experts, generator=generator).argsort(1)[:, :slots]
     return ids_TK.masked_fill(torch.rand(tokens, slots, generator=generator) < absent, experts)
+
+
+def linear(
+    it: Case, layout: str, output: str, x: Tensor, w_EOI: Tensor, bias_EO: Tensor | None, gates_TK: Tensor
+) -> Tensor:
+    """parallel_linear on rows in ``layout``; the gates only where they sum a token's rows."""
+    return parallel_linear(
+        x,
+        w_EOI,
+        it.plan,
+        gates=gates_TK if output == "gates" else None,
+        grouped_in=layout == "grouped",
+        grouped_out=output == "grouped",
+        bias_EO=bias_EO,
+        fan_out=1 if layout == "pair" else None,
+    )
 
 
 def linear_by_pair(x: Tensor, w_EOI: Tensor, bias_EO: Tensor | None, ids_TK: Tensor, plan: Plan, layout: str) -> Tensor:

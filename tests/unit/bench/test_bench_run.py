@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import xml.etree.ElementTree as ET
 from collections.abc import Callable
 from dataclasses import replace
@@ -34,6 +35,11 @@ def row(provider: str = "ours", p50: float = 20.0, rows: int = 8, clock: str = "
     timing = Timing(p20=p50 * 0.9, p50=p50, p80=p50 * 1.1, clock=clock)  # type: ignore[arg-type]
     base = {"suite": "s", "op": "fused_moe", "shape": "tiny", "dtype": "bf16", "floor_us": 15.0, "timing": timing}
     return Row(provider=provider, rows=rows, **{**base, **fields})  # type: ignore[arg-type]
+
+
+def case_of(rows: int, dtype: str = "fp32") -> Case:
+    bank = Bank(find("tiny"), "cpu", activation_dtype="fp32")
+    return make("fused_moe", find("tiny"), rows, dtype, bank, uniform(rows, 8, 2))
 
 
 def test_every_op_and_provider_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -89,75 +95,45 @@ def test_the_table_shows_share_of_floor_clock_peers_and_each_error_once() -> Non
 
 
 def test_a_provider_that_fails_is_a_row_and_not_the_end() -> None:
-    bank = Bank(find("tiny"), "cpu", activation_dtype="fp32")
-    case = make("fused_moe", find("tiny"), 4, "fp32", bank, uniform(4, 8, 2))
-
     def broken(_: object) -> Call:
         raise RuntimeError("CUDA said no")
 
-    rows = list(measure_case(case, {"peer": broken, "ours": PROVIDERS["ours"]}, CPU))
+    rows = list(measure_case(case_of(4), {"peer": broken, "ours": PROVIDERS["ours"]}, CPU))
     assert (rows[0].timing, rows[0].error) == (None, "RuntimeError: CUDA said no")
     assert rows[1].timing is not None
 
 
-@pytest.mark.parametrize(("fault", "row"), [(torch.nan, 1), (torch.inf, 1), (0.0, 3)])
-def test_a_wrong_or_unwritten_output_has_no_time(fault: float, row: int) -> None:
-    # Row 1 is none of those that are recomputed, row 3 is.
+@pytest.mark.parametrize(
+    ("rows", "spoil", "error"),
+    [
+        pytest.param(20, lambda y, _: y.index_fill(0, torch.tensor([1]), torch.nan), "wrong: deviates", id="nan"),
+        pytest.param(20, lambda y, _: y.index_fill(0, torch.tensor([1]), torch.inf), "wrong: deviates", id="inf"),
+        pytest.param(20, lambda y, _: y.index_fill(0, torch.tensor([3]), 0.0), "wrong: deviates", id="unwritten"),
+        pytest.param(4, lambda y, nth: y if nth == 1 else 0 * y, "wrong: deviates by 1 ", id="right the first time"),
+    ],
+)
+def test_a_wrong_or_unwritten_output_has_no_time(rows: int, spoil: Callable[[object, int], object], error: str) -> None:
+    # Of 20 rows row 1 is none of those that are recomputed, row 3 is.
     assert checked_rows(20) == [0, 3, 7, 11, 15, 19]
-    bank = Bank(find("tiny"), "cpu", activation_dtype="fp32")
-    case = make("fused_moe", find("tiny"), 20, "fp32", bank, uniform(20, 8, 2))
 
-    def broken(inner: object) -> Call:
-        call = PROVIDERS["ours"](inner)  # type: ignore[arg-type]
+    def spoilt(case: Case) -> Call:
+        call, calls = PROVIDERS["ours"](case), itertools.count(1)
+        return lambda number: spoil(call(number), next(calls))
 
-        def run_once(number: int) -> object:
-            y = call(number)
-            assert isinstance(y, torch.Tensor)
-            return y.index_fill(0, torch.tensor([row]), fault)
-
-        return run_once
-
-    (found,) = measure_case(case, {"peer": broken}, CPU)
+    (found,) = measure_case(case_of(rows), {"peer": spoilt}, CPU)
     assert found.timing is None
-    assert found.error.startswith("wrong: deviates")
-
-
-def test_a_call_that_is_right_only_the_first_time_has_no_time() -> None:
-    bank = Bank(find("tiny"), "cpu", activation_dtype="fp32")
-    case = make("fused_moe", find("tiny"), 4, "fp32", bank, uniform(4, 8, 2))
-
-    def forgetful(inner: Case) -> Call:
-        call, seen = PROVIDERS["ours"](inner), []
-
-        def run_once(number: int) -> object:
-            seen.append(number)
-            return call(number) if len(seen) == 1 else torch.zeros_like(inner.x_TD)
-
-        return run_once
-
-    (found,) = measure_case(case, {"peer": forgetful}, CPU)
-    assert found.timing is None
-    assert found.error.startswith("wrong: deviates by 1 ")
+    assert found.error.startswith(error)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "int8", "int8_channel", "int4", "int4_channel"])
 def test_providers_agree_with_the_float32_reference(dtype: str) -> None:
-    bank = Bank(find("tiny"), "cpu", activation_dtype="fp32")
-    case = make("fused_moe", find("tiny"), 9, dtype, bank, uniform(9, 8, 2))
-    names = ["ours", "grouped_mm", "torch"] if dtype == "fp32" else ["ours", "torch"]
-    for found in measure_case(case, {name: PROVIDERS[name] for name in names}, CPU):
+    names = ["ours", "grouped_mm", "torch", "transformers"] if dtype == "fp32" else ["ours", "torch"]
+    rows = list(measure_case(case_of(9, dtype), {name: PROVIDERS[name] for name in names}, CPU))
+    assert [found.provider for found in rows] == names
+    for found in rows:
         assert not found.error
         assert found.deviation is not None
         assert found.deviation < 1e-5, found.provider
-
-
-def test_transformers_experts_compute_the_same_layer() -> None:
-    bank = Bank(find("tiny"), "cpu", activation_dtype="fp32")
-    case = make("fused_moe", find("tiny"), 9, "fp32", bank, uniform(9, 8, 2))
-    (found,) = measure_case(case, {"transformers": PROVIDERS["transformers"]}, CPU)
-    assert not found.error
-    assert found.deviation is not None
-    assert found.deviation < 1e-5
 
 
 def test_checked_rows_reach_from_the_first_to_the_last() -> None:

@@ -111,19 +111,11 @@ def test_a_switch_must_save_more_than_noise(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_regime_is_the_one_that_was_fastest() -> None:
-    shape = find("qwen3-30b")
-    assert tune._regime(shape, {"gemv": 1.0, "small.in": 9.0, "small.down": 2.0})[0] == {
-        "GEMV_ROWS": 16,
-        "SMALL_ROWS": 256,
-    }
-    assert tune._regime(shape, {"gemv": 3.0, "small.in": 9.0, "small.down": 2.0})[0] == {
-        "GEMV_ROWS": 0,
-        "SMALL_ROWS": 256,
-    }
-    assert tune._regime(shape, {"small.down": 3.0, "large.down": 2.0, "combine": 0.1}) == (
-        {"GEMV_ROWS": 0, "SMALL_ROWS": 0},
-        2.0,
-    )
+    shape, small = find("qwen3-30b"), {"small.in": 9.0, "small.down": 2.0}
+    assert tune._regime(shape, {"gemv": 1.0, **small})[0] == {"GEMV_ROWS": 16, "SMALL_ROWS": 256}
+    assert tune._regime(shape, {"gemv": 3.0, **small})[0] == {"GEMV_ROWS": 0, "SMALL_ROWS": 256}
+    large = {"small.down": 3.0, "large.down": 2.0, "combine": 0.1}
+    assert tune._regime(shape, large) == ({"GEMV_ROWS": 0, "SMALL_ROWS": 0}, 2.0)
     assert tune._regime(shape, {"combine": 1.0})[1] == float("inf")
 
 
