@@ -46,17 +46,6 @@ async def test_within_a_tenant_by_deadline_and_then_by_admission(bench):
 
 
 @pytest.mark.parametrize("queue_limits", [BIG])
-@pytest.mark.parametrize("step", [1, 7])
-async def test_tokens_are_shared_within_one_request_and_one_quantum(bench, step):
-    await bench.admit(*(bench.request(tenant="small", prompt=50, max_tokens=50) for _ in range(400)))
-    await bench.admit(*(bench.request(tenant="large", prompt=1500, max_tokens=500) for _ in range(20)))
-    served = await drain(bench, step)
-    until = min(max(i for i, (name, _) in enumerate(served) if name == tenant) for tenant in ("small", "large"))
-    assert len(served) == 420
-    assert largest_gap(served, until) <= 2000 + BIG.quantum
-
-
-@pytest.mark.parametrize("queue_limits", [BIG])
 @pytest.mark.parametrize("seed", range(3))
 async def test_any_mix_of_tenants_shares_tokens(bench, seed):
     draw = random.Random(seed)
