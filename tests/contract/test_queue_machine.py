@@ -98,10 +98,10 @@ class QueueMachine(RuleBasedStateMachine):
         if actor.operation is not None:
             self._await(self.world.go_on(actor, lambda: "go"))
 
-    def _choice(self, kind: str, seed: int) -> Any:
-        """One who is not in the midst of an operation, if the leader is not either."""
+    def _choice(self, kind: str, seed: int, *, busy: bool = False) -> Any:
+        """One who is not in the midst of an operation, if the leader is not either; ``busy``: who holds requests."""
         self.world.draw = random.Random(seed)
-        idle = self.world.idle(kind)
+        idle = [actor for actor in self.world.idle(kind) if not busy or actor.held]
         return self.world.draw.choice(idle) if idle and self.world.leader.operation is None else None
 
     @rule(kind=st.sampled_from(["workers", "gateways"]), seed=SEEDS)
@@ -121,7 +121,7 @@ class QueueMachine(RuleBasedStateMachine):
     @rule(seed=SEEDS)
     def a_worker_that_stands_still_gets_later_attempts_of_what_it_runs(self, seed: int) -> None:
         world = self.world
-        if (worker := self._choice("workers", seed)) is None:
+        if (worker := self._choice("workers", seed, busy=True)) is None:
             return
         self._await(world.run(worker, world.work(worker), lambda: None))
         for front in world.idle("gateways"):

@@ -65,26 +65,9 @@ async def test_a_dead_worker_gives_back_all_it_held(bench):
     assert sorted(bench.lost(await bench.events())) == [(f"r{i}", 2) for i in range(5)]
 
 
-@pytest.mark.parametrize("queue_limits", [QueueLimits(max_attempts=2)])
-async def test_over_the_cap_a_request_becomes_a_dead_letter(bench):
-    (request,) = await bench.run_on("w", bench.request("a"))
-    await bench.lapse("a")
-    assert await bench.gateway.resubmit(next_attempt(request, 2))
-    await bench.hand_out("w")
-    report = await bench.lapse("a")
-    assert (report.lost, report.dead) == (0, 1)
-    events = await bench.events()
-    assert bench.lost(events) == [("a", 2)]
-    assert bench.ends(events) == [("a", "attempts_exhausted")]
-    assert await bench.live() == 0
-    assert await bench.outstanding("w") == (0, 0)
-    assert (await bench.scheduler.depth()).dead_letters == 1
-    assert not await bench.gateway.resubmit(next_attempt(request, 3))
-
-
 @pytest.mark.parametrize("queue_limits", [QueueLimits(max_attempts=5, max_stuck=2)])
 @pytest.mark.parametrize(("new_tokens", "deaths"), [(True, 5), (False, 2)])
-async def test_a_request_that_is_stuck_reaches_the_dead_letters_sooner(bench, new_tokens, deaths):
+async def test_over_the_cap_a_request_becomes_a_dead_letter_and_sooner_if_it_is_stuck(bench, new_tokens, deaths):
     (request,) = await bench.run_on("w", bench.request("a"))
     for attempt in range(1, deaths + 1):
         for index in range(2 * attempt - 2, 2 * attempt if new_tokens else 0):
@@ -94,6 +77,13 @@ async def test_a_request_that_is_stuck_reaches_the_dead_letters_sooner(bench, ne
         if attempt < deaths:
             assert await bench.gateway.resubmit(next_attempt(request, attempt + 1))
             await bench.hand_out("w")
+    events = await bench.events()
+    assert bench.lost(events) == [("a", attempt) for attempt in range(2, deaths + 1)]
+    assert bench.ends(events) == [("a", "attempts_exhausted")]
+    assert await bench.live() == 0
+    assert await bench.outstanding("w") == (0, 0)
+    assert (await bench.scheduler.depth()).dead_letters == 1
+    assert not await bench.gateway.resubmit(next_attempt(request, deaths + 1))
 
 
 async def test_a_heartbeat_that_overlaps_deregistering_does_not_enter_the_worker_again(bench):

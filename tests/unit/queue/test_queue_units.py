@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import msgspec
@@ -75,14 +76,9 @@ def test_limits_reach_the_scripts():
     )
     assert msgspec.msgpack.decode(packed["lease_ms"]) == 2000
     assert msgspec.msgpack.decode(packed["quantum"]) == 7
-    wanted = set()
-    for script in load_scripts().values():
-        wanted |= {word.split("C.")[1] for word in _words(script.text) if word.startswith("C.")}
+    wanted = {name for script in load_scripts().values() for name in re.findall(r"\bC\.(\w+)", script.text)}
+    assert wanted
     assert wanted <= set(packed)
-
-
-def _words(text: str) -> list[str]:
-    return "".join(c if c.isalnum() or c in "._" else " " for c in text).split()
 
 
 def test_credit():
