@@ -142,6 +142,7 @@ def planned(repartitioner: Repartitioner) -> None:
 
 
 BETTER = Plan(table=CUT, before=2, after=1)
+OTHER = RoutingTable(epoch=2, fingerprint="f", num_experts=8, groups=cut((0, 1, 2), (3, 4), (5, 6, 7)))
 
 
 def test_a_better_cut_is_the_target_until_it_stands_and_is_asked_for_once_in_a_while() -> None:
@@ -161,8 +162,8 @@ def test_a_better_cut_is_the_target_until_it_stands_and_is_asked_for_once_in_a_w
 
 @pytest.mark.parametrize(
     ("plan", "now"),
-    [(None, TABLE), (Plan(table=TABLE, before=1, after=1), CUT)],
-    ids=["one that cannot be", "one for groups that stand no more"],
+    [(None, TABLE), (Plan(table=TABLE, before=1, after=1), TABLE), (BETTER, OTHER)],
+    ids=["one that cannot be", "the groups that there are", "one for groups that stand no more"],
 )
 def test_a_plan_of_no_use_is_dropped(plan: Plan | None, now: RoutingTable) -> None:
     repartitioner, _, _ = planning(plan)
