@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 import pytest
-from testkit.pocket.answers import assert_recorded, complete_all, recorded, serve_pocket
+from testkit.pocket.answers import answers_while, assert_recorded, complete_all, recorded, serve_pocket
 from testkit.processes.servers import Bench, Server, bench
 from testkit.waiting import until
 
@@ -31,12 +31,16 @@ def used_s(server: Server) -> dict[int, float]:
     return {pid: time.user + time.system for pid, time in times.items()}
 
 
-def check_answers(server: Server) -> None:
-    """They are the recorded ones, and nobody computes without work."""
-    wanted = recorded()[:64]
-    assert_recorded(wanted, asyncio.run(complete_all(server.url, wanted, at_once=32)))
+def check_answers(server: Server, count: int, at_once: int = 32) -> None:
+    wanted = recorded()[:count]
+    assert_recorded(wanted, asyncio.run(complete_all(server.url, wanted, at_once=at_once)))
+
+
+def check_answers_and_rest(server: Server) -> None:
+    """Answers are the recorded ones, and nobody computes without work."""
+    check_answers(server, 64)
     until(lambda: server.metric("expertmesh_lockstep_messages_total", scope="node") > 0, "messages are counted")
-    assert_recorded(wanted[:1], asyncio.run(complete_all(server.url, wanted[:1])))  # one has rows, all take part
+    check_answers(server, 1)  # one has rows, all take part
     time.sleep(2)  # counters are brought up to date every second
     turns, before = server.metric("expertmesh_lockstep_turns_total"), used_s(server)
     time.sleep(2)
@@ -44,16 +48,17 @@ def check_answers(server: Server) -> None:
     assert max(cpu_s - before[pid] for pid, cpu_s in used_s(server).items()) < 0.5, "nobody spins without work"
 
 
-async def disturbed(
-    server: Server, wanted: list[dict[str, Any]], disturb: Callable[[], object], *, at_once: int
-) -> list[dict[str, Any]]:
-    """Answers to ``wanted``; ``disturb`` comes once some of them are computed."""
-    asking = asyncio.create_task(complete_all(server.url, wanted, at_once=at_once))
-    while server.metric("expertmesh_requests_running") < 3:
-        await asyncio.sleep(0.05)
+def all_start_again(server: Server, disturb: Callable[[], object]) -> None:
+    """After ``disturb``, which ends one of them."""
+    before = {rank.pid for rank in ranks_of(server)}
+
+    def others() -> bool:
+        now = {rank.pid for rank in ranks_of(server)}
+        return len(now) == len(before) and not now & before
+
     disturb()
-    assert not asking.done(), "it came too late to disturb"
-    return await asking
+    until(others, "all ranks started again")
+    check_answers(server, 4)
 
 
 def check_end(server: Server) -> None:
@@ -62,28 +67,15 @@ def check_end(server: Server) -> None:
         assert flaw not in server.proc.log(), "ranks end in order"
 
 
-def test_sliced_experts_and_relays_give_the_recorded_answers(tmp_path: Path) -> None:
-    with bench(tmp_path) as stage:
-        server = serve(stage, 4, expert_slices=2, expert_slots=10, lockstep_exchange="hierarchical")
-        check_answers(server)
-        check_end(server)
-
-
 def test_ranks_give_the_recorded_answers_and_killed_ones_lose_no_request(tmp_path: Path) -> None:
     """One amid requests; then, while nobody asks, the one at which all ranks meet; the others start again each time."""
     with bench(tmp_path) as stage:
         server = serve(stage, 3)
-        check_answers(server)
-        wanted = recorded()[:100]
-        before = ranks_of(server)
-
-        assert_recorded(wanted, asyncio.run(disturbed(server, wanted, before[1].kill, at_once=64)))
-        until(lambda: others(server, before), "all ranks started again")
-        again = ranks_of(server)
-        assert_recorded(wanted[:4], asyncio.run(complete_all(server.url, wanted[:4])))
-        next(rank for rank in again if rank.cmdline()[-1].endswith("attention-0.yaml")).kill()
-        until(lambda: others(server, again), "all ranks started again, though there was no request")
-        assert_recorded(wanted[:4], asyncio.run(complete_all(server.url, wanted[:4])))
+        check_answers_and_rest(server)
+        victim = ranks_of(server)[1]
+        all_start_again(server, lambda: asyncio.run(answers_while(server, victim.kill, count=100)))
+        meeting = next(rank for rank in ranks_of(server) if rank.cmdline()[-1].endswith("attention-0.yaml"))
+        all_start_again(server, meeting.kill)
         check_end(server)
 
 
@@ -91,24 +83,18 @@ def test_ranks_leave_together_without_giving_a_request_up(tmp_path: Path) -> Non
     """One is to end, amid requests and then while nobody asks; the others drain with it, and all meet again."""
     with bench(tmp_path) as stage:
         server = serve(stage, 3)
-        wanted = recorded()[:64]
-        assert_recorded(wanted[:1], asyncio.run(complete_all(server.url, wanted[:1])))
-        before = ranks_of(server)
-
-        assert_recorded(wanted, asyncio.run(disturbed(server, wanted, before[2].terminate, at_once=32)))
-        until(lambda: others(server, before), "all ranks started again")
-        again = ranks_of(server)
-        assert_recorded(wanted[:4], asyncio.run(complete_all(server.url, wanted[:4])))
-        again[1].terminate()
-        until(lambda: others(server, again), "all ranks started again, though there was no request")
+        check_answers(server, 1)
+        leaver = ranks_of(server)[2]
+        all_start_again(server, lambda: asyncio.run(answers_while(server, leaver.terminate, count=64, at_once=32)))
+        all_start_again(server, ranks_of(server)[1].terminate)
         said = server.proc.log()
         assert (said.count("ended with exit code 0;"), said.count("ended with exit code 75;")) == (2, 4)
-        assert_recorded(wanted[:4], asyncio.run(complete_all(server.url, wanted[:4])))
         assert server.metric("expertmesh_lost_attempts_total") == 0, "no attempt was given up"
         check_end(server)
 
 
-def others(server: Server, before: list[psutil.Process]) -> bool:
-    """Whether there are as many ranks, none of them of ``before``."""
-    now = {rank.pid for rank in ranks_of(server)}
-    return len(now) == len(before) and not now & {rank.pid for rank in before}
+def test_sliced_experts_and_relays_give_the_recorded_answers(tmp_path: Path) -> None:
+    with bench(tmp_path) as stage:
+        server = serve(stage, 4, expert_slices=2, expert_slots=10, lockstep_exchange="hierarchical")
+        check_answers_and_rest(server)
+        check_end(server)

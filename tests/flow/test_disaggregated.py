@@ -29,14 +29,8 @@ def test_no_token_changes_while_expert_workers_die_and_leave(tmp_path: Path, sha
     workers, folder = 2 * groups, shutil.copytree(POCKET / "model", tmp_path / "model")
     write_digests(folder)
     with bench(tmp_path) as stage:
-        server = serve_pocket(
-            stage,
-            folder,
-            layout="disaggregated",
-            expert_workers=workers,
-            expert_groups=groups,
-            fabric_shared=shared,
-        )
+        options = {"expert_workers": workers, "expert_groups": groups, "fabric_shared": shared}
+        server = serve_pocket(stage, folder, layout="disaggregated", **options)
         until(lambda: listed(server) == workers, "all expert workers are in the table")
         victim, leaver = server.of_role("experts")[:2]
         asyncio.run(answers_while(server, victim.kill))

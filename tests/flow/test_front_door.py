@@ -78,7 +78,7 @@ class Watch:
     """Looks at memory every few milliseconds, and asks on new connections how the gateway is."""
 
     def __init__(self, gateway: Gateway) -> None:
-        self._lockway = gateway
+        self._gateway = gateway
         self._over = threading.Event()
         self._pool = ThreadPoolExecutor(2)
         self.base = self.peak = gateway.memory()
@@ -102,14 +102,14 @@ class Watch:
 
     def _look(self) -> None:
         while not self._over.wait(0.005):
-            self.peak = max(self.peak, self._lockway.memory())
+            self.peak = max(self.peak, self._gateway.memory())
 
     def _ask(self) -> None:
         while not self._over.wait(0.05):
             began = time.monotonic()
             self.asked += 1
             try:
-                with self._lockway.connect() as client:
+                with self._gateway.connect() as client:
                     client.sendall(HEALTH)
                     assert _status(client) == 200
             except (OSError, AssertionError) as error:
@@ -126,9 +126,8 @@ def test_a_body_of_4_mib_is_refused_for_little(gateway, name):
     path, raw, _ = BODIES[name]
     cpu_s = gateway.cpu_s()
     with Watch(gateway) as watch:
-        answer = httpx.post(
-            f"{gateway.url}{path}", content=raw, headers={"Content-Type": "application/json"}, timeout=60
-        )
+        headers = {"Content-Type": "application/json"}
+        answer = httpx.post(f"{gateway.url}{path}", content=raw, headers=headers, timeout=60)
     assert answer.status_code == 400
     assert gateway.cpu_s() - cpu_s < 1
     assert watch.grown < 100 * MIB

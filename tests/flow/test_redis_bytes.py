@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,19 +68,14 @@ def measured(stage: Bench, model: Path) -> Cost:
     return Cost(per_token=moved / (AT_ONCE * TOKENS), idle_per_s=idle_per_s)
 
 
-@pytest.fixture
-def stage(tmp_path: Path) -> Iterator[Bench]:
-    with bench(tmp_path) as running:
-        yield running
-
-
 @pytest.mark.night
-def test_bytes_per_token_do_not_grow_with_the_model(stage: Bench, tmp_path: Path) -> None:
+def test_bytes_per_token_do_not_grow_with_the_model(tmp_path: Path) -> None:
     costs, weights = [], []
-    for name, changes in (("small", SMALL), ("large", LARGE)):
-        model = save_checkpoint(tmp_path / name, "qwen3_moe", seed=3, **changes)
-        weights.append((model / "model.safetensors").stat().st_size)
-        costs.append(measured(stage, model))
+    with bench(tmp_path) as stage:
+        for name, changes in (("small", SMALL), ("large", LARGE)):
+            model = save_checkpoint(tmp_path / name, "qwen3_moe", seed=3, **changes)
+            weights.append((model / "model.safetensors").stat().st_size)
+            costs.append(measured(stage, model))
     for size, cost in zip(weights, costs, strict=True):
         print(f"{size / 1e6:6.2f} MB: {cost.per_token:6.1f} B per token, {cost.idle_per_s:6.0f} B/s at rest")
     small, large = costs

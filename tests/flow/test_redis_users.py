@@ -40,7 +40,7 @@ class Guarded:
         return f"redis://{role}:{role}@127.0.0.1:{self._port}/0"
 
     def start(self, layout: str) -> Server:
-        port, common = free_port(), {"namespace": NAMESPACE}
+        port = free_port()
         fabric = {"model": self._model, "dtype": "float32", "device": "cpu", "fabric_secret_file": self.secret}
         options: dict[str, dict[str, object]] = {
             "scheduler": {},
@@ -50,14 +50,8 @@ class Guarded:
             "workers": {"layout": "colocated", "workers": 2, "kv_blocks": 256, **fabric},
         }
         for role in LAYOUTS[layout]:
-            words = [
-                sys.executable,
-                "-m",
-                "services",
-                role,
-                *flags(redis_url=self.url(role), **common, **options[role]),
-            ]
-            proc = self._stage.start(role, words)
+            said = flags(redis_url=self.url(role), namespace=NAMESPACE, **options[role])
+            proc = self._stage.start(role, [sys.executable, "-m", "services", role, *said])
         return Server(url=f"http://127.0.0.1:{port}", proc=proc)
 
     def log(self) -> str:

@@ -13,32 +13,18 @@ from pathlib import Path
 
 import httpx
 import pytest
-from testkit.pocket.answers import POCKET
-from testkit.processes.servers import Bench, Server, bench, free_port
+from testkit.pocket.answers import serve_pocket
+from testkit.processes.servers import Server, bench, free_port
 from testkit.waiting import until
 
 TOP = [sys.executable, "-m", "services", "top"]
-WORKERS = 2
+WORKERS, LEASE_S = 2, 6.0
 
 
 def one_frame(url: str, columns: int = 160, *more: str) -> subprocess.CompletedProcess[str]:
     env = os.environ | {"COLUMNS": str(columns)}
     command = [*TOP, "--once", "--redis-url", url, *more]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
-
-
-def start(stage: Bench, url: str) -> Server:
-    server = stage.serve(
-        POCKET / "model",
-        served_model_name="pocket",
-        threads=1,
-        redis_url=url,
-        layout="disaggregated",
-        expert_workers=WORKERS,
-        expert_groups=2,
-    )
-    until(lambda: server.metric("expertmesh_expert_seats") == WORKERS, "all expert workers are in the table")
-    return server
 
 
 def keep_busy(server: Server, until: list[bool]) -> None:
@@ -65,7 +51,9 @@ def test_one_frame_shows_what_runs_and_says_what_is_away(tmp_path: Path) -> None
     url = f"redis://127.0.0.1:{port}/0"
     with bench(tmp_path) as stage, ThreadPoolExecutor(4) as pool:
         redis = stage.redis(port=port)
-        server = start(stage, url)
+        experts = {"layout": "disaggregated", "expert_workers": WORKERS, "expert_groups": 2}
+        server = serve_pocket(stage, redis_url=url, lease=LEASE_S, **experts)
+        until(lambda: server.metric("expertmesh_expert_seats") == WORKERS, "all expert workers are in the table")
         done: list[bool] = []
         asking = [pool.submit(keep_busy, server, done) for _ in range(4)]
         try:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 
 import pytest
-from redis.asyncio import Redis
 from testkit.queue.redis_server import APPEND_ONLY, RedisServer, running_redis
 
-from services.queue.connect import connect
 from services.queue.embedded import find_redis_server
 
 
@@ -16,10 +14,3 @@ from services.queue.embedded import find_redis_server
 def server() -> Iterator[RedisServer]:
     with running_redis(str(find_redis_server()), *APPEND_ONLY) as running:
         yield running
-
-
-@pytest.fixture
-async def redis(server: RedisServer) -> AsyncIterator[Redis]:
-    client = connect(server.url)
-    yield client
-    await client.aclose()

@@ -22,7 +22,7 @@ MAX_TOKENS = 48
 def serve_pocket(stage: Bench, folder: Path = POCKET / "model", **options: object) -> Server:
     """``expertmesh serve`` of the model, or of a copy in ``folder``, until /ready, with leases that end soon."""
     common = {"served_model_name": "pocket", "dtype": "float32", "threads": 1, "lease": 2}
-    return stage.serve(folder, **common, **options)
+    return stage.serve(folder, **(common | options))
 
 
 def recorded() -> list[dict[str, Any]]:
@@ -48,10 +48,10 @@ async def complete_all(url: str, wanted: Sequence[dict[str, Any]], at_once: int 
         return await asyncio.gather(*map(one, wanted))
 
 
-async def answers_while(server: Server, disturb: Callable[[], None]) -> None:
-    """The recorded answers come, though ``disturb`` happens once they have begun."""
-    wanted = recorded()
-    asking = asyncio.create_task(complete_all(server.url, wanted, at_once=64))
+async def answers_while(server: Server, disturb: Callable[[], None], count: int = 200, at_once: int = 64) -> None:
+    """So many recorded answers come, though ``disturb`` happens once they have begun."""
+    wanted = recorded()[:count]
+    asking = asyncio.create_task(complete_all(server.url, wanted, at_once=at_once))
     drawn = partial(server.metric, "expertmesh_decode_tokens_total")
     before = drawn()
     await asyncio.to_thread(until, lambda: drawn() > before, "answers have begun")

@@ -82,6 +82,7 @@ class RunningWorker(Running):
 @dataclass
 class RunningScheduler(Running):
     registry: CollectorRegistry
+    scheduler: Scheduler
 
     def value(self, name: str, **labels: str) -> float:
         return self.registry.get_sample_value(f"expertmesh_{name}", labels) or 0.0
@@ -122,7 +123,7 @@ class Deployment:
         token = uuid.uuid4().hex
         scheduler = Scheduler(queue, DispatchPolicy(), observer, token=token, lease_s=self.lease_s, placement=placement)
         task, stop = self._start(scheduler.run)
-        running = RunningScheduler(redis, task, stop, registry)
+        running = RunningScheduler(redis, task, stop, registry, scheduler)
         self._stack.push_async_callback(running.kill)
         return running
 

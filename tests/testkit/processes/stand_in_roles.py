@@ -10,14 +10,17 @@ import socket
 from pathlib import Path
 from typing import Any
 
+from services.config import Role
 from services.messages import WorkerInfo
 from services.queue.connect import connect
 from services.queue.keys import Keys
 from services.queue.scheduler_side import SchedulerQueue
 from services.queue.worker_side import WorkerQueue
-from testkit.waiting import LIMIT_S
+from services.supervisor.policy import RestartPolicy
+from testkit.waiting import LIMIT_S, eventually
 
 Notes = list[dict[str, Any]]
+MODULES: dict[Role, str] = dict.fromkeys(("gateway", "scheduler", "attention", "colocated", "experts"), "fake_role")
 
 
 def notes_in(home: Path, what: str = "started") -> Notes:
@@ -25,6 +28,23 @@ def notes_in(home: Path, what: str = "started") -> Notes:
     path = home / "notes"
     notes = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     return [note for note in notes if note["what"] == what]
+
+
+def names_in(home: Path, what: str = "started") -> list[str]:
+    return [note["role"] for note in notes_in(home, what)]
+
+
+def settings_in(home: Path) -> dict[str, dict[str, Any]]:
+    """By name; of several lives those of the last one."""
+    return {note["role"]: note["settings"] for note in notes_in(home)}
+
+
+async def until_started(home: Path, count: int) -> None:
+    await eventually(lambda: len(notes_in(home)) == count)
+
+
+def few_tries() -> RestartPolicy:
+    return RestartPolicy(first_delay_s=0.01, max_failures=3)
 
 
 async def killed_and_reported(redis_url: str, namespace: str, note: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -72,20 +72,27 @@ def test_constructed_settings_read_no_environment(monkeypatch: pytest.MonkeyPatc
     assert Settings().port == 8000
 
 
-def test_an_empty_variable_is_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("EXPERTMESH_PORT", "")
-    assert load_settings([]).port == 8000
-
-
-@pytest.mark.parametrize(("argument", "value"), [("--prefix-cache", True), ("--no-prefix-cache", False)])
-def test_booleans_have_two_options(argument: str, value: bool) -> None:
-    assert load_settings([argument]).prefix_cache is value
-
-
-def test_a_list_is_comma_separated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("EXPERTMESH_METRICS_UPSTREAMS", "a=http://x:1/m, b=http://y:2/m")
-    assert load_settings([]).metrics_upstreams == ["a=http://x:1/m", "b=http://y:2/m"]
-    assert "metrics-upstreams" in _refusal("--metrics-upstreams", "http://x")
+@pytest.mark.parametrize(
+    ("variable", "argv", "name", "value"),
+    [
+        ("", ["--prefix-cache"], "prefix_cache", True),
+        ("", ["--no-prefix-cache"], "prefix_cache", False),
+        ("EXPERTMESH_PORT=", [], "port", 8000),
+        (
+            "EXPERTMESH_METRICS_UPSTREAMS=a=http://x:1/m, b=http://y:2/m",
+            [],
+            "metrics_upstreams",
+            ["a=http://x:1/m", "b=http://y:2/m"],
+        ),
+    ],
+    ids=["true", "false", "an empty variable is not set", "a list is comma-separated"],
+)
+def test_values_of_each_kind(
+    monkeypatch: pytest.MonkeyPatch, variable: str, argv: list[str], name: str, value: object
+) -> None:
+    if variable:
+        monkeypatch.setenv(*variable.split("=", 1))
+    assert getattr(load_settings(argv), name) == value
 
 
 def test_an_unknown_option_names_the_nearest() -> None:
@@ -105,22 +112,13 @@ def test_an_unknown_key_of_the_file_names_the_nearest(tmp_path: Path) -> None:
     assert "Did you mean block_size?" in message
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("EXPERTMESH_PORT", "tcp://10.0.0.1:80"),
-        ("EXPERTMESH_SERVICE_HOST", "10.0.0.1"),
-        ("EXPERTMESH_SERVICE_PORT", "80"),
-        ("EXPERTMESH_GATEWAY_SERVICE_HOST", "10.0.0.1"),
-        ("EXPERTMESH_GATEWAY_SERVICE_PORT_HTTP", "80"),
-        ("EXPERTMESH_GATEWAY_PORT", "tcp://10.0.0.1:80"),
-        ("EXPERTMESH_GATEWAY_PORT_80_TCP", "tcp://10.0.0.1:80"),
-        ("EXPERTMESH_GATEWAY_PORT_80_TCP_ADDR", "10.0.0.1"),
-        ("EXPERTMESH_GATEWAY_PORT_80_TCP_PROTO", "tcp"),
-    ],
-)
-def test_service_links_of_kubernetes_are_not_ours(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
-    monkeypatch.setenv(name, value)
+def test_service_links_of_kubernetes_are_not_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    links = {"PORT": "tcp://10.0.0.1:80", "SERVICE_HOST": "10.0.0.1", "SERVICE_PORT": "80"}
+    links |= {"PORT_80_TCP": "tcp://10.0.0.1:80", "PORT_80_TCP_ADDR": "10.0.0.1", "PORT_80_TCP_PROTO": "tcp"}
+    for name, value in (links | {"SERVICE_PORT_HTTP": "80"}).items():
+        monkeypatch.setenv(f"EXPERTMESH_GATEWAY_{name}", value)
+    for name in ("PORT", "SERVICE_HOST", "SERVICE_PORT"):
+        monkeypatch.setenv(f"EXPERTMESH_{name}", links[name])
     assert load_settings([]) == Settings()
 
 
@@ -137,6 +135,8 @@ def test_service_links_of_kubernetes_are_not_ours(monkeypatch: pytest.MonkeyPatc
         (["--redis-url", "redis://h:port"], "expected redis://"),
         (["--redis-url", "unix://"], "expected redis://"),
         (["--port"], "argument --port: expected one argument"),
+        (["--metrics-upstreams", "http://x"], "metrics-upstreams"),
+        (["--config", "/none.yaml"], "No such file"),
     ],
 )
 def test_a_wrong_value_says_where_and_what_instead(argv: list[str], expected: str) -> None:
@@ -160,10 +160,6 @@ def test_a_wrong_value_in_the_environment_is_named_even_if_it_would_lose(monkeyp
 )
 def test_a_wrong_file_says_what_is_wrong(tmp_path: Path, text: str, expected: str) -> None:
     assert expected in _refusal("--config", _file(tmp_path, text))
-
-
-def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
-    assert "No such file" in _refusal("--config", str(tmp_path / "none.yaml"))
 
 
 def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
@@ -190,53 +186,12 @@ def test_a_role_on_its_own_needs_redis_and_perhaps_a_model() -> None:
     assert load_settings(["--redis-url", "redis://h"], role="scheduler").model is None
 
 
-_WORKERS = ("--redis-url", "redis://h", "--model", "m", "--fabric-secret-file", "s")
-_COLOCATED = ("--layout", "colocated", "--workers", "2")
-_SEPARATE = ("--layout", "disaggregated", "--expert-workers")
-
-
-def test_workers_of_one_machine_take_what_theirs_take_and_their_number() -> None:
-    settings = load_settings([*_WORKERS, *_COLOCATED, "--fabric-port", "7100"], role="workers")
-    assert (settings.workers, settings.fabric_port) == (2, 7100)
-    assert "--overlap" in {option(name) for name in concerned("workers")}, (
-        "attention and experts may be in separate processes"
-    )
-
-
-@pytest.mark.parametrize(
-    ("given", "problem"),
-    [
-        (["--workers", "0"], "There is no worker to start"),
-        ([*_SEPARATE, "0", "--workers", "0"], "There is no worker to start"),
-        ([*_COLOCATED, "--expert-workers", "1"], "is given, but with --layout colocated there are none"),
-        (["--expert-workers", "1"], "Give --layout disaggregated, too"),
-        (["--expert-groups", "1"], "with --layout local experts are in no groups"),
-        ([*_COLOCATED, "--device", "cuda:1"], "--device cuda:1 is one device for all workers"),
-        ([*_COLOCATED, "--fabric-lane", "nccl"], "--fabric-lane nccl cannot be with --layout colocated"),
-        ([*_COLOCATED, "--overlap", "on"], "--overlap on cannot be with --layout colocated"),
-        ([*_COLOCATED, "--metrics-port", "65534"], "--metrics-port 65534 leaves no room"),
-        ([*_SEPARATE, "3", "--fabric-port", "65534"], "--fabric-port 65534 leaves no room"),
-        ([*_SEPARATE, "1", "--metrics-port", "71", "--fabric-port", "73"], "71 to 73 and seats on ports 73 to"),
-        (["--layout", "lockstep"], "in lock-step are started one by one"),
-        (["--rank", "1"], "--rank does not concern"),
-    ],
-)
-def test_workers_of_one_machine_that_cannot_be(given: list[str], problem: str) -> None:
-    assert problem in _refusal(*_WORKERS, *given, role="workers")
-
-
-def test_workers_of_one_machine_need_a_secret_where_rows_leave_a_process() -> None:
-    bare = _WORKERS[:4]
-    assert load_settings([*bare, "--workers", "2"], role="workers").layout == "local"
-    for shared in (["--layout", "disaggregated"], ["--layout", "colocated"]):
-        assert "--fabric-secret-file" in _refusal(*bare, *shared, role="workers")
-
-
 def test_every_knob_has_help_and_concerns_a_role_or_serve() -> None:
     for name, field in Settings.model_fields.items():
         assert field.description, name
         assert roles_of(name) or "`serve`" in field.description, name
     assert set(concerned(None)) == {name for role in ROLES for name in concerned(role)}
+    assert "overlap" in concerned("workers"), "attention and experts may be in separate processes"
 
 
 def test_there_are_no_more_settings_than_a_reader_can_take_in() -> None:
@@ -361,7 +316,6 @@ def test_the_model_is_named_after_its_folder(tmp_path: Path) -> None:
         },
     )
 )
-@settings(deadline=None)
 def test_settings_survive_the_file_they_are_handed_over_in(
     tmp_path_factory: pytest.TempPathFactory, values: dict[str, object]
 ) -> None:
@@ -369,39 +323,6 @@ def test_settings_survive_the_file_they_are_handed_over_in(
     file = tmp_path_factory.mktemp("handover") / "x.yaml"
     file.write_text(yaml.safe_dump(written.model_dump(mode="json"), allow_unicode=True), encoding="utf-8")
     assert load_settings(["--config", str(file)]) == written
-
-
-@pytest.mark.parametrize(
-    ("arguments", "problem"),
-    [
-        ([], "--lockstep-address HOST:PORT"),
-        (["--lockstep-address", "host"], "--lockstep-address HOST:PORT"),
-        (["--lockstep-address", "host:1", "--workers", "2", "--rank", "2"], "no --rank 2 of --workers 2"),
-        (["--lockstep-address", "host:1", "--workers", "4", "--expert-slices", "3"], "--expert-slices 3"),
-        (["--lockstep-address", "host:1", "--overlap", "on"], "nothing to overlap with --layout lockstep"),
-    ],
-)
-def test_ranks_that_do_not_fit_together(arguments: list[str], problem: str) -> None:
-    common = ["--model", "m", "--redis-url", "redis://h", "--layout", "lockstep", "--fabric-secret-file", "f"]
-    with pytest.raises(ConfigError, match=problem):
-        load_settings([*common, *arguments], role="attention")
-
-
-def test_ranks_do_not_start_without_a_secret() -> None:
-    argv = ["--model", "m", "--redis-url", "redis://h", "--layout", "lockstep", "--lockstep-address", "host:1"]
-    with pytest.raises(ConfigError, match="the secret that all ranks share"):
-        load_settings(argv, role="attention")
-
-
-def test_an_attention_worker_with_a_seat_takes_the_options_of_both() -> None:
-    argv = ["--model", "m", "--redis-url", "redis://h", "--fabric-secret-file", "f"]
-    settings = load_settings([*argv, "--max-num-seqs", "7", "--expert-group", "2"], role="colocated")
-    assert (settings.max_num_seqs, settings.expert_group) == (7, 2)
-    with pytest.raises(ConfigError, match="needs the secret that attention and expert workers share"):
-        load_settings(argv[:4], role="colocated")
-    for option_ in ("--layout", "--workers", "--rank", "--overlap", "--fabric-lane"):
-        with pytest.raises(ConfigError, match=f"{option_} does not concern `expertmesh colocated`"):
-            load_settings([*argv, option_, "1"], role="colocated")
 
 
 def test_settings_that_follow_from_the_role_are_fixed() -> None:
@@ -412,41 +333,78 @@ def test_settings_that_follow_from_the_role_are_fixed() -> None:
             colocated(Settings(**asked))  # type: ignore[arg-type]
 
 
-def test_nothing_overlaps_where_the_experts_are_in_the_same_process() -> None:
-    argv = ["--model", "m", "--redis-url", "redis://h", "--overlap", "on"]
-    with pytest.raises(ConfigError, match="nothing to overlap with --layout local"):
-        load_settings(argv, role="attention")
-    assert (
-        load_settings([*argv, "--layout", "disaggregated", "--fabric-secret-file", "f"], role="attention").overlap
-        == "on"
-    )
+_SECRET = "--fabric-secret-file f"
+_RANKS = f"{_SECRET} --layout lockstep"
+_MET = f"{_RANKS} --lockstep-address host:1"
+_REMOTE = f"{_SECRET} --layout disaggregated"
+_TLS = f"{_SECRET} --fabric-tls-cert c --fabric-tls-key k"
+_SEATS = f"{_SECRET} --layout colocated --workers 2"
+_SEPARATE = f"{_REMOTE} --expert-workers"
+
+
+def _load(role: Any, argv: str) -> Settings:
+    """Of a role that has a Redis, and a model where it needs one."""
+    model = [] if role == "scheduler" else ["--model", "m"]
+    return load_settings(["--redis-url", "redis://h", *model, *argv.split()], role=role)
 
 
 @pytest.mark.parametrize(
-    ("role", "tls"),
+    ("role", "argv", "problem"),
     [
-        ("attention", ["--layout", "disaggregated", "--fabric-tls-ca", "ca"]),
-        ("experts", ["--fabric-tls-cert", "c", "--fabric-tls-key", "k"]),
+        ("attention", _RANKS, "--lockstep-address HOST:PORT"),
+        ("attention", f"{_RANKS} --lockstep-address host", "--lockstep-address HOST:PORT"),
+        ("attention", f"{_MET} --workers 2 --rank 2", "no --rank 2 of --workers 2"),
+        ("attention", f"{_MET} --workers 4 --expert-slices 3", "--expert-slices 3"),
+        ("attention", f"{_MET} --overlap on", "nothing to overlap with --layout lockstep"),
+        ("attention", "--layout lockstep --lockstep-address host:1", "the secret that all ranks share"),
+        ("attention", "--overlap on", "nothing to overlap with --layout local"),
+        ("attention", f"{_REMOTE} --fabric-tls-ca ca --fabric-lane nccl", "--fabric-lane nccl cannot be encrypted"),
+        ("experts", f"{_TLS} --fabric-lane nccl", "--fabric-lane nccl cannot be encrypted"),
+        ("attention", f"{_REMOTE} --fabric-tls-name a.svc", "--fabric-tls-name .* not encrypted"),
+        ("scheduler", "--min-replicas 3 --max-replicas 2", "--min-replicas 3 is more than --max-replicas 2"),
+        ("scheduler", "--min-attention 3 --max-attention 2", "--min-attention 3 is more than --max-attention 2"),
+        ("scheduler", "--min-gateways 3 --max-gateways 2", "--min-gateways 3 is more than --max-gateways 2"),
+        ("colocated", "", "needs the secret that attention and expert workers share"),
+        *(
+            ("colocated", f"{_SECRET} {name} 1", f"{name} does not concern `expertmesh colocated`")
+            for name in ("--layout", "--workers", "--rank", "--overlap", "--fabric-lane")
+        ),
+        ("workers", "--workers 0", "There is no worker to start"),
+        ("workers", f"{_SEPARATE} 0 --workers 0", "There is no worker to start"),
+        ("workers", f"{_SEATS} --expert-workers 1", "is given, but with --layout colocated there are none"),
+        ("workers", "--expert-workers 1", "Give --layout disaggregated, too"),
+        ("workers", "--expert-groups 1", "with --layout local experts are in no groups"),
+        ("workers", f"{_SEATS} --device cuda:1", "--device cuda:1 is one device for all workers"),
+        ("workers", f"{_SEATS} --fabric-lane nccl", "--fabric-lane nccl cannot be with --layout colocated"),
+        ("workers", f"{_SEATS} --overlap on", "--overlap on cannot be with --layout colocated"),
+        ("workers", f"{_SEATS} --metrics-port 65534", "--metrics-port 65534 leaves no room"),
+        ("workers", f"{_SEPARATE} 3 --fabric-port 65534", "--fabric-port 65534 leaves no room"),
+        ("workers", f"{_SEPARATE} 1 --metrics-port 71 --fabric-port 73", "71 to 73 and seats on ports 73 to"),
+        ("workers", "--layout lockstep", "in lock-step are started one by one"),
+        ("workers", "--rank 1", "--rank does not concern"),
+        ("workers", "--layout disaggregated", "--fabric-secret-file"),
+        ("workers", "--layout colocated", "--fabric-secret-file"),
     ],
 )
-def test_a_lane_that_was_asked_for_is_not_dropped_for_tls(role: Any, tls: list[str]) -> None:
-    argv = ["--model", "m", "--redis-url", "redis://h", "--fabric-secret-file", "f", *tls]
-    load_settings([*argv, "--fabric-lane", "auto"], role=role)
-    with pytest.raises(ConfigError, match="--fabric-lane nccl cannot be encrypted"):
-        load_settings([*argv, "--fabric-lane", "nccl"], role=role)
+def test_what_does_not_fit_together_is_refused(role: str, argv: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        _load(role, argv)
 
 
-def test_a_name_to_expect_needs_certificates_to_trust() -> None:
-    argv = ["--model", "m", "--redis-url", "redis://h", "--fabric-secret-file", "f", "--layout", "disaggregated"]
-    argv += ["--fabric-tls-name", "experts.models.svc"]
-    with pytest.raises(ConfigError, match=r"--fabric-tls-name .* not encrypted"):
-        load_settings(argv, role="attention")
-    assert load_settings([*argv, "--fabric-tls-ca", "ca"], role="attention").fabric_tls_name == "experts.models.svc"
-
-
-@pytest.mark.parametrize("what", ["replicas", "attention", "gateways"])
-def test_the_minimum_of_replicas_is_no_more_than_the_maximum(what: str) -> None:
-    argv = ["--redis-url", "redis://h", f"--max-{what}", "2"]
-    assert load_settings([*argv, f"--min-{what}", "2"], role="scheduler")
-    with pytest.raises(ConfigError, match=f"--min-{what} 3 is more than --max-{what} 2"):
-        load_settings([*argv, f"--min-{what}", "3"], role="scheduler")
+@pytest.mark.parametrize(
+    ("role", "argv"),
+    [
+        ("attention", f"{_REMOTE} --overlap on"),
+        ("attention", f"{_REMOTE} --fabric-lane auto --fabric-tls-ca ca --fabric-tls-name a.svc"),
+        ("experts", f"{_TLS} --fabric-lane auto"),
+        ("scheduler", "--min-replicas 2 --max-replicas 2 --min-attention 2 --max-attention 2"),
+        ("scheduler", "--min-gateways 2 --max-gateways 2"),
+        ("colocated", f"{_SECRET} --max-num-seqs 7 --expert-group 2"),
+        ("workers", f"{_SEATS} --fabric-port 7100"),
+        ("workers", "--workers 2 --layout local"),
+    ],
+)
+def test_what_fits_together_is_taken(role: str, argv: str) -> None:
+    found, words = _load(role, argv), argv.split()
+    taken = {word: str(getattr(found, word[2:].replace("-", "_"))) for word in words[::2]}
+    assert taken == dict(zip(words[::2], words[1::2], strict=True))

@@ -16,11 +16,16 @@ NVLINK, TCP = Link(bandwidth=400e9, latency=7e-6), Link(bandwidth=1.2e9, latency
 GPUS = Gpus(count=32, bandwidth=4.8e12, flops=800e12, memory=141e9)
 
 
-@pytest.mark.parametrize("tokens", [16, 1024, 65536])
-def test_a_slow_link_and_small_experts_stay_colocated(tokens: int) -> None:
-    mode = choose_mode(SMALL, TCP, GPUS, Batch(tokens=tokens))
-    assert (mode.choice, mode.degree) == ("colocated", 1)
-    assert mode.reason.startswith("Co-located, all experts on every GPU: a layer takes")
+@pytest.mark.parametrize(
+    ("shapes", "link", "tokens"),
+    [(SMALL, TCP, 16), (SMALL, TCP, 1024), (SMALL, TCP, 65536), (SMALL, NVLINK, 4096), (BIG, NVLINK, 32)],
+)
+def test_small_experts_or_a_small_batch_stay_colocated(shapes: Shapes, link: Link, tokens: int) -> None:
+    mode = choose_mode(shapes, link, GPUS, Batch(tokens=tokens))
+    assert mode.choice == "colocated"
+    if link == TCP:
+        assert mode.degree == 1
+        assert mode.reason.startswith("Co-located, all experts on every GPU: a layer takes")
 
 
 def test_big_experts_and_a_big_batch_are_disaggregated_in_ping_pong() -> None:
@@ -31,14 +36,6 @@ def test_big_experts_and_a_big_batch_are_disaggregated_in_ping_pong() -> None:
         f"Disaggregated, in ping-pong: a layer takes {mode.pingpong_s * 1e6:.1f} us on {mode.attention} + "
         f"{mode.experts} GPUs and {mode.colocated_s * 1e6:.1f} us on the same 32."
     )
-
-
-def test_small_experts_with_the_same_batch_and_link_stay_colocated() -> None:
-    assert choose_mode(SMALL, NVLINK, GPUS, Batch(tokens=4096)).choice == "colocated"
-
-
-def test_the_same_experts_with_a_small_batch_stay_colocated() -> None:
-    assert choose_mode(BIG, NVLINK, GPUS, Batch(tokens=32)).choice == "colocated"
 
 
 def test_ping_pong_hides_the_link_where_work_is_in_proportion_to_rows() -> None:

@@ -7,40 +7,36 @@ from dataclasses import replace
 import pytest
 
 from services.errors import ConfigError
-from services.placement.planning.exchange_cost import Nodes, Rows, exchange_cost
+from services.placement.planning.exchange_cost import Cost, Nodes, Rows, exchange_cost
 
 ROWS = Rows(tokens=256, row_bytes=4096, experts=64, top_k=8)
 NODES = Nodes(count=4, ranks=4, across_latency=20e-6, across_bandwidth=1e9, inside_latency=5e-6, inside_bandwidth=400e9)
 
 
-def cheaper_exchange(nodes: Nodes, rows: Rows) -> str:
-    flat, hierarchical = exchange_cost("flat", nodes, rows), exchange_cost("hierarchical", nodes, rows)
-    return "hierarchical" if hierarchical.seconds < flat.seconds else "flat"
+def costs(nodes: Nodes, rows: Rows) -> tuple[Cost, Cost]:
+    return exchange_cost("flat", nodes, rows), exchange_cost("hierarchical", nodes, rows)
 
 
-def test_messages() -> None:
-    flat, hierarchical = exchange_cost("flat", NODES, ROWS), exchange_cost("hierarchical", NODES, ROWS)
+def test_relays_save_messages_and_bytes_on_the_link_that_takes_the_time() -> None:
+    flat, hierarchical = costs(NODES, ROWS)
     assert (flat.messages_across, flat.messages_inside) == (2 * 16 * 12, 2 * 16 * 3)
     assert (hierarchical.messages_across, hierarchical.messages_inside) == (2 * 16 * 3, 2 * 16 * 6)
-
-
-def test_a_slow_link_that_much_crosses_calls_for_relays() -> None:
-    assert cheaper_exchange(NODES, ROWS) == "hierarchical"
-    flat, hierarchical = exchange_cost("flat", NODES, ROWS), exchange_cost("hierarchical", NODES, ROWS)
     assert hierarchical.bytes_across < 0.6 * flat.bytes_across
-    assert hierarchical.seconds == pytest.approx(3 * 20e-6 + 4 * 5e-6 + hierarchical.bytes_across / 4 / 1e9), (
-        "the link is what takes time"
-    )
+    assert hierarchical.seconds == pytest.approx(3 * 20e-6 + 4 * 5e-6 + hierarchical.bytes_across / 4 / 1e9)
 
 
-def test_a_fast_link_does_not_pay_for_more_hops() -> None:
-    assert cheaper_exchange(replace(NODES, across_bandwidth=1e13), ROWS) == "flat"
-
-
-def test_messages_that_cost_call_for_relays() -> None:
-    few = replace(ROWS, tokens=1)
-    assert cheaper_exchange(replace(NODES, across_bandwidth=1e13), few) == "flat"
-    assert cheaper_exchange(replace(NODES, across_bandwidth=1e13, message_s=1e-4), few) == "hierarchical"
+@pytest.mark.parametrize(
+    ("nodes", "tokens", "relays"),
+    [
+        pytest.param({}, 256, True, id="a slow link that much crosses"),
+        pytest.param({"across_bandwidth": 1e13}, 256, False, id="a fast link does not pay for more hops"),
+        pytest.param({"across_bandwidth": 1e13}, 1, False, id="little crosses"),
+        pytest.param({"across_bandwidth": 1e13, "message_s": 1e-4}, 1, True, id="messages that cost"),
+    ],
+)
+def test_relays_pay(nodes: dict[str, float], tokens: int, relays: bool) -> None:
+    flat, hierarchical = costs(replace(NODES, **nodes), replace(ROWS, tokens=tokens))  # type: ignore[arg-type]
+    assert (hierarchical.seconds < flat.seconds) == relays
 
 
 def test_one_node_has_nothing_to_cross() -> None:

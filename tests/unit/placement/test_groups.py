@@ -70,24 +70,21 @@ def test_every_expert_is_in_one_group_within_memory(rows: list[list[int]], data:
     assert groups == grouped(load, count, limit=limit, capacities=capacities)
 
 
-def test_popular_experts_are_separate_and_groups_are_of_unequal_size() -> None:
-    groups = grouped({0: [90, 10, 10, 10, 10, 10, 10, 30]}, 2)
-    assert [group.experts[0] for group in groups] == [(0,), (1, 2, 3, 4, 5, 6, 7)]
-
-
-def test_exchanges_find_what_the_greedy_misses() -> None:
-    groups = grouped({0: [8, 7, 6, 5, 4]}, 2)
-    assert group_loads({0: [8, 7, 6, 5, 4]}, groups) == [[15, 15]]
-
-
-def test_a_group_with_stronger_seats_takes_more() -> None:
-    load = {0: [1.0] * 12}
-    assert group_loads(load, grouped(load, 2, capacities=[2, 1])) == [[8, 4]]
-
-
-def test_without_load_groups_are_even() -> None:
-    groups = grouped({3: [0.0] * 6}, 3)
-    assert [len(group.experts[3]) for group in groups] == [2, 2, 2]
+@pytest.mark.parametrize(
+    ("load", "groups", "capacities", "sizes", "loads"),
+    [
+        pytest.param([90, 10, 10, 10, 10, 10, 10, 30], 2, None, [1, 7], [90, 90], id="a popular expert is separate"),
+        pytest.param([8, 7, 6, 5, 4], 2, None, [3, 2], [15, 15], id="exchanges find what the greedy misses"),
+        pytest.param([1.0] * 12, 2, [2, 1], [8, 4], [8, 4], id="a group with stronger seats takes more"),
+        pytest.param([0.0] * 6, 3, None, [2, 2, 2], [0, 0, 0], id="without load they are even"),
+    ],
+)
+def test_groups_by_load(
+    load: list[float], groups: int, capacities: list[float] | None, sizes: list[int], loads: list[float]
+) -> None:
+    made = grouped({3: load}, groups, capacities=capacities)
+    assert [len(group.experts[3]) for group in made] == sizes
+    assert group_loads({3: load}, made) == [loads]
 
 
 def test_the_peak_load_adds_the_slowest_of_each_layer() -> None:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from services.errors import ConfigError, NotReady
@@ -30,8 +30,7 @@ def alike(loads: list[float]) -> dict[int, list[float]]:
     return dict.fromkeys(range(LAYERS), loads)
 
 
-def even() -> dict[int, list[float]]:
-    return alike([1.0] * EXPERTS)
+EVEN = alike([1.0] * EXPERTS)
 
 
 LOAD = st.lists(st.lists(st.integers(0, 60), min_size=EXPERTS, max_size=EXPERTS), min_size=LAYERS, max_size=LAYERS).map(
@@ -48,7 +47,6 @@ def tables(draw: st.DrawFn) -> RoutingTable:
     return table(groups, [each for each in seats if draw(st.integers(0, 4))] or seats[:1])
 
 
-@settings(deadline=None)
 @given(tables(), LOAD)
 def test_a_plan_keeps_every_promise(current: RoutingTable, load: dict[int, list[float]]) -> None:
     made = replan(current, load)
@@ -64,7 +62,6 @@ def test_a_plan_keeps_every_promise(current: RoutingTable, load: dict[int, list[
     assert replan(made.table, load).table is made.table
 
 
-@settings(deadline=None)
 @given(LOAD, st.integers(2, 4), st.integers(0, 4))
 def test_memory_bounds_hold(load: dict[int, list[float]], limit: int, spare: int) -> None:
     groups = -(-EXPERTS // limit)
@@ -93,14 +90,14 @@ def test_a_group_without_load_keeps_its_only_seat() -> None:
 
 
 def test_a_lost_group_is_served_by_a_spare_seat_of_another() -> None:
-    made = replan(table(2, [seat(0, 0), seat(1, 0)]), even(), hysteresis=NO_GAIN_SUFFICES)
+    made = replan(table(2, [seat(0, 0), seat(1, 0)]), EVEN, hysteresis=NO_GAIN_SUFFICES)
     assert made.before == math.inf
     assert [group for group, of in made.table.seats_of.items() if len(of) == 1] == [0, 1]
 
 
 def test_groups_merge_when_seats_are_too_few() -> None:
     current = table(4, [seat(1, 1), seat(3, 3)])
-    merged = replan(current, even(), hysteresis=NO_GAIN_SUFFICES)
+    merged = replan(current, EVEN, hysteresis=NO_GAIN_SUFFICES)
     assert [group.number for group in merged.table.groups] == [1, 3]
     assert [len(ids) for group in merged.table.groups for ids in group.experts.values()] == [4] * 2 * LAYERS
     before = {group.number: group.experts for group in current.groups}
@@ -108,9 +105,11 @@ def test_groups_merge_when_seats_are_too_few() -> None:
         assert all(set(before[group.number][layer]) <= set(ids) for layer, ids in group.experts.items()), "they stay"
 
 
-def test_too_little_memory_for_all_experts_is_not_ready() -> None:
+def test_too_little_memory_for_all_experts_or_no_seat_at_all_is_not_ready() -> None:
     with pytest.raises(NotReady, match="1 expert workers with memory for 2 experts of each layer cannot hold 8"):
-        replan(table(4, [seat(0, 0)]), even(), limit=2)
+        replan(table(4, [seat(0, 0)]), EVEN, limit=2)
+    with pytest.raises(NotReady, match="0 expert workers"):
+        replan(table(1, []), EVEN)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +117,7 @@ def test_too_little_memory_for_all_experts_is_not_ready() -> None:
     [
         ({0: [1.0] * EXPERTS}, [seat(0)], "other layers or experts than the routing table of epoch 4"),
         (alike([1.0]), [seat(0)], "other layers or experts"),
-        (even(), [seat(0, capacity=0)], "not above 0"),
+        (EVEN, [seat(0, capacity=0)], "not above 0"),
         ({0: [1.0], 1: [1.0, 2.0]}, [seat(0)], "all with the same experts"),
         ({}, [seat(0)], "needs layers"),
         ({0: [1.0, float("nan")]}, [seat(0)], "layer 0 is negative or not finite"),
@@ -128,8 +127,3 @@ def test_too_little_memory_for_all_experts_is_not_ready() -> None:
 def test_what_cannot_be_is_refused(load: dict[int, list[float]], seats: list[Seat], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         replan(table(1, seats), load)
-
-
-def test_no_seat_at_all_is_not_ready() -> None:
-    with pytest.raises(NotReady, match="0 expert workers"):
-        replan(table(1, []), even())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from services.errors import ConfigError, NotReady
@@ -38,32 +38,30 @@ def test_unlike_seats_come_close_to_it(loads: list[list[float]], seats: list[flo
     assert value(loads, seats, group_S) <= 1.35 * best(loads, seats)
 
 
-def test_the_next_seat_goes_to_the_most_loaded_group() -> None:
-    assert assign_seats([[9, 3, 5]], [1, 1, 1, 1], [0, 1, 2, None]) == [0, 1, 2, 0]
-    assert assign_seats([[4, 3, 5]], [1, 1, 1, 1], [0, 1, 2, None]) == [0, 1, 2, 2]
+@pytest.mark.parametrize(
+    ("loads", "seats", "now", "then"),
+    [
+        pytest.param([9, 3, 5], [1, 1, 1, 1], [0, 1, 2, None], [0, 1, 2, 0], id="the next to the most loaded group"),
+        pytest.param([4, 3, 5], [1, 1, 1, 1], [0, 1, 2, None], [0, 1, 2, 2], id="which is the last one"),
+        pytest.param([2, 9], [1, 3], None, [0, 1], id="the strongest for the heaviest group"),
+        pytest.param([9, 2], [1, 3], None, [1, 0], id="which is the first one"),
+        pytest.param([8, 4, 6], [1, 1, 1, 1], [0, 0, 1, 1], [0, 0, 2, 1], id="the idlest of several for a bare group"),
+    ],
+)
+def test_seats_are_assigned(
+    loads: list[float], seats: list[float], now: list[int | None] | None, then: list[int]
+) -> None:
+    assert assign_seats([loads], seats, now) == then
 
 
-def test_the_strongest_seat_serves_the_heaviest_group() -> None:
-    assert assign_seats([[2, 9]], [1, 3]) == [0, 1]
-    assert assign_seats([[9, 2]], [1, 3]) == [1, 0]
-
-
-def test_a_group_that_lost_its_seats_takes_one_from_the_idlest_with_several() -> None:
-    assert assign_seats([[8, 4, 6]], [1, 1, 1, 1], [0, 0, 1, 1]) == [0, 0, 2, 1]
-
-
-def test_fewer_seats_than_groups_is_not_ready() -> None:
+def test_too_few_seats_or_one_without_capacity_are_refused() -> None:
     with pytest.raises(NotReady, match=r"3 shard groups have only 2 expert workers\. Start more"):
         assign_seats([[1, 1, 1]], [1, 1])
-
-
-def test_a_seat_without_capacity_is_refused() -> None:
     with pytest.raises(ConfigError, match="not above 0"):
         assign_seats([[1]], [0])
 
 
 @given(st.integers(1, 4), st.integers(2, 4), st.data())
-@settings(deadline=None)
 def test_the_next_move_is_the_best_of_all_seats_and_groups(layers: int, groups: int, data: st.DataObject) -> None:
     loads = [[data.draw(st.integers(0, 12)) for _ in range(groups)] for _ in range(layers)]
     more = data.draw(st.lists(st.integers(0, groups - 1), max_size=5))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from testkit.fabric.eplb import eplb
 from testkit.fabric.placement_replay import (
@@ -40,7 +40,6 @@ def worlds(draw: st.DrawFn) -> tuple[list[dict[int, list[float]]], int, int]:
     return [{0: draw(row), 1: draw(row)} for _ in range(3)], devices, slots
 
 
-@settings(deadline=None)
 @given(worlds(), st.data())
 def test_a_placement_holds_every_expert_within_its_slots(
     world: tuple[list[dict[int, list[float]]], int, int], data: st.DataObject
@@ -55,7 +54,6 @@ def test_a_placement_holds_every_expert_within_its_slots(
     assert placed == place_experts(first, devices, slots)
 
 
-@settings(deadline=None)
 @given(worlds())
 def test_what_is_placed_stays_while_the_load_does(world: tuple[list[dict[int, list[float]]], int, int]) -> None:
     (load, other, _), devices, slots = world
@@ -64,7 +62,6 @@ def test_what_is_placed_stays_while_the_load_does(world: tuple[list[dict[int, li
     assert experts_to_load(placed, again) == 0
 
 
-@settings(deadline=None)
 @given(worlds())
 def test_max_over_mean_never_rises(world: tuple[list[dict[int, list[float]]], int, int]) -> None:
     (load, other, _), devices, slots = world

@@ -81,31 +81,31 @@ def test_the_second_signal_ends_it_at_once(start: Start) -> None:
     assert process.wait(timeout=60) == FORCED
 
 
+_MISMATCH = 'raise FingerprintMismatch("another model.", hint="Do this.")'
+_IN_A_GROUP = f"""
+    async def fail():
+        {_MISMATCH}
+    async with asyncio.TaskGroup() as group:
+        group.create_task(fail())
+"""
+
+
 @pytest.mark.parametrize(
-    "body",
+    ("body", "argv", "code", "said"),
     [
-        'raise FingerprintMismatch("another model.", hint="Do this.")',
-        """
-        async def fail():
-            raise FingerprintMismatch("another model.", hint="Do this.")
-        async with asyncio.TaskGroup() as group:
-            group.create_task(fail())
-        """,
+        (_MISMATCH, ["--log-format", "text"], 5, "another model. Do this."),
+        (_IN_A_GROUP, ["--log-format", "text"], 5, "another model. Do this."),
+        ("pass", ["--prot", "1"], 2, "expertmesh scheduler: Unknown option --prot."),
     ],
+    ids=["start-up", "in a group", "option"],
 )
-def test_a_start_up_error_is_one_line_and_its_code(start: Start, body: str) -> None:
-    process = start(body, "--log-format", "text")
+def test_a_start_up_error_is_one_line_and_its_code(
+    start: Start, body: str, argv: list[str], code: int, said: str
+) -> None:
+    process = start(body, *argv)
     _, err = process.communicate(timeout=60)
-    assert process.returncode == 5
-    assert err.strip().endswith("another model. Do this.")
-    assert err.count("\n") == 1
-
-
-def test_a_wrong_option_is_one_line(start: Start) -> None:
-    process = start("pass", "--prot", "1")
-    _, err = process.communicate(timeout=60)
-    assert (process.returncode, err.count("\n")) == (2, 1)
-    assert "expertmesh scheduler: Unknown option --prot." in err
+    assert (process.returncode, err.count("\n")) == (code, 1)
+    assert said in err
 
 
 def test_a_crash_has_its_traceback_and_its_code(start: Start) -> None:

@@ -27,13 +27,19 @@ def _restore_root() -> Iterator[None]:
     root.setLevel(level)
 
 
+def _configured(role: str = "x", *style: str, stream: io.StringIO | None = None) -> io.StringIO:
+    """Where lines go: as to a file unless ``stream`` is given."""
+    stream = stream or io.StringIO()
+    configure_logging(role, *style, stream=stream)
+    return stream
+
+
 def _json_lines(stream: io.StringIO) -> list[dict[str, object]]:
     return [json.loads(line) for line in stream.getvalue().splitlines()]
 
 
 def test_json_lines_where_there_is_no_terminal() -> None:
-    stream = io.StringIO()
-    configure_logging("gateway", stream=stream)
+    stream = _configured("gateway")
     logging.getLogger("x").info("hello %s", "wörld\nnext", extra={"tokens": 3, "path": object})
     (line,) = _json_lines(stream)
     assert line["message"] == "hello wörld\nnext"
@@ -42,15 +48,13 @@ def test_json_lines_where_there_is_no_terminal() -> None:
 
 
 def test_text_on_a_terminal() -> None:
-    stream = _Terminal()
-    configure_logging("scheduler", stream=stream)
+    stream = _configured("scheduler", stream=_Terminal())
     logging.getLogger("x").warning("odd", extra={"request_id": "r1", "tokens": 3})
     assert stream.getvalue().endswith("WARNING scheduler  odd  request_id=r1  tokens=3\n")
 
 
 def test_nothing_that_a_client_sends_makes_a_line_of_its_own_or_reaches_the_terminal() -> None:
-    stream = _Terminal()
-    configure_logging("gateway", stream=stream)
+    stream = _configured("gateway", stream=_Terminal())
     forged = "/a\n12:00:00 ERROR gateway  forged\r\x1b[31m\x9b2J\u202eé 你"
     logging.getLogger("x").info("asked for %s", forged, extra={"path": forged})
     shown = "/a\\n12:00:00 ERROR gateway  forged\\r\\x1b[31m\\x9b2J\\u202eé 你"
@@ -59,8 +63,7 @@ def test_nothing_that_a_client_sends_makes_a_line_of_its_own_or_reaches_the_term
 
 
 def test_json_logs_escape_what_steers_a_terminal() -> None:
-    stream = io.StringIO()
-    configure_logging("gateway", stream=stream)
+    stream = _configured()
     forged = "/a\n\r\x1b[31m\x7f\x9b2J\u202e\u2028\U000e0001é 你😀"
     logging.getLogger("x").info("asked", extra={"path": forged})
     line = stream.getvalue()
@@ -69,38 +72,37 @@ def test_json_logs_escape_what_steers_a_terminal() -> None:
     assert json.loads(line)["path"] == forged
 
 
-def test_a_traceback_keeps_its_lines() -> None:
-    stream = _Terminal()
-    configure_logging("gateway", stream=stream)
+def _fail() -> None:
     try:
         raise ValueError("why \x1b[31m")
     except ValueError:
         logging.getLogger("x").exception("failed", extra={"path": "/a\n"})
+
+
+def test_a_traceback_keeps_its_lines_as_text_and_stays_on_its_line_as_json() -> None:
+    stream = _configured(stream=_Terminal())
+    _fail()
     head, *trace = stream.getvalue().splitlines()
     assert head.endswith("failed  path=/a\\n")
     assert trace[-1] == "ValueError: why \\x1b[31m"
+    stream = _configured()
+    _fail()
+    (line,) = _json_lines(stream)
+    assert "ValueError: why" in str(line["exception"])
 
 
-def test_the_style_can_be_forced_and_the_level_holds() -> None:
-    stream = _Terminal()
-    configure_logging("x", "warning", "json", stream=stream)
+def test_the_style_can_be_forced_the_level_holds_and_configuring_again_replaces() -> None:
+    first, second = _Terminal(), _Terminal()
+    for stream in (first, second):
+        _configured("x", "warning", "json", stream=stream)
     logging.getLogger("x").info("quiet")
     logging.getLogger("x").warning("loud")
-    assert [line["message"] for line in _json_lines(stream)] == ["loud"]
-
-
-def test_configuring_again_replaces() -> None:
-    first, second = io.StringIO(), io.StringIO()
-    configure_logging("a", stream=first)
-    configure_logging("b", stream=second)
-    logging.getLogger("x").info("once")
     assert first.getvalue() == ""
-    assert len(_json_lines(second)) == 1
+    assert [line["message"] for line in _json_lines(second)] == ["loud"]
 
 
 async def test_request_ids_follow_their_tasks() -> None:
-    stream = io.StringIO()
-    configure_logging("x", stream=stream)
+    stream = _configured()
 
     async def work(request_id: str) -> None:
         with bind_request_id(request_id):
@@ -110,14 +112,3 @@ async def test_request_ids_follow_their_tasks() -> None:
     await asyncio.gather(work("r1"), work("r2"))
     logging.getLogger("x").info("none")
     assert [line.get("request_id") for line in _json_lines(stream)] == ["r1", "r2", None]
-
-
-def test_a_traceback_stays_on_its_line() -> None:
-    stream = io.StringIO()
-    configure_logging("x", stream=stream)
-    try:
-        raise ValueError("why")
-    except ValueError:
-        logging.getLogger("x").exception("failed")
-    (line,) = _json_lines(stream)
-    assert "ValueError: why" in str(line["exception"])

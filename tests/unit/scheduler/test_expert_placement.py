@@ -31,18 +31,32 @@ def seat(number: int, holds: int | None = None, *, assigned: bool = True, **chan
     return SeatState(number=number, info=info, report=report, **(values | changes))
 
 
+def roomy(state: SeatState, limit: int) -> SeatState:
+    return replace(state, info=msgspec.structs.replace(state.info, max_experts=limit))
+
+
 def published(*seats: SeatState) -> RoutingTable:
     table = intentions(seats, None, GROUPS, following=5).table
     assert table is not None
     return table
 
 
+def assigned(
+    *seats: SeatState,
+    table: RoutingTable | None = None,
+    groups: tuple[ShardGroup, ...] = GROUPS,
+    load: dict[int, list[float]] | None = None,
+) -> list[tuple[int, int]]:
+    """Numbers of seats and of the groups that they get."""
+    wanted = intentions(seats, table, groups, following=6, load=load)
+    return [(found.number, group.number) for found, group in wanted.assign]
+
+
 def test_the_first_seats_get_the_groups_in_turn() -> None:
-    wanted = intentions([seat(1), seat(2), seat(3)], None, GROUPS, following=5)
-    assert [(found.number, group.number) for found, group in wanted.assign] == [(1, 0), (2, 1), (3, 0)]
-    assert wanted.table is None, "one that lacks experts serves nobody"
-    wanted = intentions([seat(1, 0), seat(2)], None, GROUPS, following=5)
-    assert wanted.table is None
+    assert assigned(seat(1), seat(2), seat(3)) == [(1, 0), (2, 1), (3, 0)]
+    assert assigned(seat(1, wish=2), seat(2, wish=3)) == [], "there are two groups"
+    for seats in ([seat(1), seat(2), seat(3)], [seat(1, 0), seat(2)]):
+        assert intentions(seats, None, GROUPS, following=5).table is None, "one that lacks experts serves nobody"
     table = published(seat(1, 0), seat(2, 1))
     assert (table.epoch, table.groups, [found.number for found in table.seats]) == (5, GROUPS, [1, 2])
 
@@ -56,20 +70,11 @@ def test_assigned_groups_are_whole_if_they_hold_every_expert_once() -> None:
     assert not are_whole(dict(enumerate(even_groups([1], 8, 2))), info)
 
 
-def test_a_seat_goes_where_there_is_the_least_capacity_or_where_it_asks_to() -> None:
-    held = [seat(1, 0, capacity=2.0), seat(2, 1)]
-    (found,) = intentions([*held, seat(3)], published(*held), GROUPS, following=6).assign
-    assert found[1].number == 1
-    (found,) = intentions([*held, seat(3, wish=0)], published(*held), GROUPS, following=6).assign
-    assert found[1].number == 0
-
-
 def test_a_seat_gets_no_group_that_it_has_no_room_for(caplog: pytest.LogCaptureFixture) -> None:
     uneven = (msgspec.structs.replace(GROUPS[0], experts={1: (0, 1, 2, 3, 4, 5)}), GROUPS[1])
     small = [roomy(seat(number), 4) for number in (1, 2)]
-    wanted = intentions(small, None, uneven, following=5).assign
-    assert [(found.number, group.number) for found, group in wanted] == [(1, 1), (2, 1)]
-    assert intentions([roomy(seat(1, wish=0), 4)], None, uneven, following=5).assign == ()
+    assert assigned(*small, groups=uneven) == [(1, 1), (2, 1)]
+    assert assigned(roomy(seat(1, wish=0), 4), groups=uneven) == []
     shortage = Shortage()
     shortage.note(small, uneven)
     shortage.note(small, uneven)
@@ -80,8 +85,8 @@ def test_a_seat_gets_no_group_that_it_has_no_room_for(caplog: pytest.LogCaptureF
 
 def test_a_seat_that_there_is_no_group_for_holds_up_nobody(caplog: pytest.LogCaptureFixture) -> None:
     serving, lost = [seat(1, 0), seat(2, 0)], roomy(seat(3), 1)
-    assert [(found.number, group.number) for found, group in assigned(*serving)] == [(2, 1)]
-    assert [(found.number, group.number) for found, group in assigned(*serving, lost)] == [(2, 1)]
+    assert assigned(*serving) == [(2, 1)]
+    assert assigned(*serving, lost) == [(2, 1)]
     assert assigned(*serving, seat(3, 1), seat(4, wish=7)) == [], "groups are 0 and 1"
     shortage = Shortage()
     for _ in range(2):
@@ -96,17 +101,7 @@ def test_a_seat_that_there_is_no_group_for_holds_up_nobody(caplog: pytest.LogCap
 def test_of_bare_groups_the_first_one_that_fits_is_served() -> None:
     large = msgspec.structs.replace(GROUPS[0], number=1, experts={1: (0, 1, 2, 3, 4, 5)})
     layout = (GROUPS[0], large, msgspec.structs.replace(GROUPS[1], number=2))
-    serving = [roomy(seat(1, 0), 4), roomy(seat(2, 0), 4)]
-    wanted = intentions(serving, None, layout, following=5).assign
-    assert [(found.number, group.number) for found, group in wanted] == [(2, 2)]
-
-
-def assigned(*seats: SeatState) -> list[tuple[SeatState, ShardGroup]]:
-    return list(intentions(seats, None, GROUPS, following=5).assign)
-
-
-def roomy(state: SeatState, limit: int) -> SeatState:
-    return replace(state, info=msgspec.structs.replace(state.info, max_experts=limit))
+    assert assigned(roomy(seat(1, 0), 4), roomy(seat(2, 0), 4), groups=layout) == [(2, 2)]
 
 
 def test_a_table_lists_the_seats_that_are_ready_with_their_group_and_is_written_once() -> None:
@@ -124,77 +119,61 @@ def test_a_seat_that_leaves_is_out_of_the_next_table() -> None:
         assert new.epoch == 6
 
 
-def test_a_group_that_lost_its_last_seat_gets_one_of_a_group_with_several() -> None:
-    before = [seat(1, 0), seat(2, 0), seat(3, 1)]
-    wanted = intentions(before[:2], published(*before), GROUPS, following=6)
-    ((found, group),) = wanted.assign
-    assert group.number == 1
-    assert wanted.table is not None
-    assert {s.number for s in wanted.table.seats} == {1, 2} - {found.number}, "who moves is out of the table by then"
+@pytest.mark.parametrize(
+    ("left", "wanted"),
+    [
+        pytest.param([seat(1, 0), seat(2, 0)], [(2, 1)], id="one of a group with several moves"),
+        pytest.param([seat(1, 0)], [], id="the only one of a group stays"),
+        pytest.param([seat(1, 0, wish=0), seat(2, 0, wish=0)], [], id="who asked for a group stays"),
+        pytest.param([seat(1, 0, wish=0), seat(2, 0)], [(2, 1)], id="and keeps no other from moving"),
+        pytest.param([seat(1, 0), seat(2, 0), seat(4, wish=2)], [(2, 1)], id="nor who asked for a group that is not"),
+    ],
+)
+def test_a_group_that_lost_its_last_seat(left: list[SeatState], wanted: list[tuple[int, int]]) -> None:
+    before = published(seat(1, 0), seat(2, 0), seat(3, 1))
+    assert assigned(*left, table=before) == wanted
+    if wanted:
+        table = intentions(left, before, GROUPS, following=6).table
+        assert table is not None
+        assert [s.number for s in table.seats] == [1], "who moves is out of the table by then"
 
 
-def test_the_only_seat_of_a_group_stays_with_it() -> None:
-    before = [seat(1, 0), seat(2, 1)]
-    wanted = intentions(before[:1], published(*before), GROUPS, following=6)
-    assert wanted.assign == ()
-
-
-def test_a_seat_that_asked_for_its_group_does_not_move() -> None:
-    before = [seat(1, 0, wish=0), seat(2, 0, wish=0), seat(3, 1)]
-    assert intentions(before[:2], published(*before), GROUPS, following=6).assign == ()
-
-
-def test_a_seat_that_asked_for_a_group_that_is_not_gets_none() -> None:
-    held = [seat(1, 0, wish=0), seat(2, 1, wish=1, capacity=2.0)]
-    wanted = intentions([*held, seat(3, wish=2)], published(*held), GROUPS, following=6)
-    assert (wanted.assign, wanted.table) == ((), None), "no part of group 0, whoever else needs help"
-    assert intentions([seat(1, wish=2), seat(2, wish=3)], None, GROUPS, following=5).assign == ()
-    ((found, group),) = intentions([*held, seat(3, wish=2), seat(4)], published(*held), GROUPS, following=6).assign
-    assert (found.number, group.number) == (4, 0), "others are placed meanwhile"
-
-
-def test_a_seat_that_asked_for_a_group_that_is_not_keeps_no_other_from_moving() -> None:
-    before = [seat(1, 0), seat(2, 0), seat(3, 1)]
-    wanted = intentions([*before[:2], seat(4, wish=2)], published(*before), GROUPS, following=6)
-    assert [group.number for _, group in wanted.assign] == [1]
+def test_a_seat_goes_where_there_is_the_least_capacity_or_where_it_asks_to() -> None:
+    held = [seat(1, 0, wish=0, capacity=2.0), seat(2, 1, wish=1)]
+    before = published(*held)
+    assert assigned(*held, seat(3), table=before) == [(3, 1)]
+    assert assigned(*held, seat(3, wish=0), table=before) == [(3, 0)]
+    wanted = intentions([*held, seat(3, wish=2)], before, GROUPS, following=6)
+    assert (wanted.assign, wanted.table) == ((), None), "no part of a group, whoever else needs help"
+    assert assigned(*held, seat(3, wish=2), seat(4), table=before) == [(4, 1)], "others are placed meanwhile"
 
 
 def test_an_assignment_that_redis_forgot_is_made_again_as_the_seat_reports_it() -> None:
-    held = [seat(1, 0), seat(2, 1), seat(3, 1)]
+    before = published(seat(1, 0), seat(2, 1), seat(3, 1))
     forgotten = [seat(1, 0), seat(2, 1), seat(3, 1, assigned=False)]
-    wanted = intentions(forgotten, published(*held), GROUPS, following=6)
-    assert [(found.number, group.number) for found, group in wanted.assign] == [(3, 1)]
-    assert wanted.table is None, "it goes on serving"
+    assert assigned(*forgotten, table=before) == [(3, 1)]
+    assert intentions(forgotten, before, GROUPS, following=6).table is None, "it goes on serving"
 
 
 HOT = {layer: [9.0] * 4 + [1.0] * 4 for layer in (1, 3)}
 """Group 0 takes nine tenths of the rows."""
+NEARLY_EVEN = {layer: [1.05] * 4 + [0.95] * 4 for layer in (1, 3)}
 
 
-def moved(seats: list[SeatState], load: dict[int, list[float]]) -> list[tuple[int, int]]:
-    wanted = intentions(seats, published(*seats), GROUPS, following=6, load=load)
-    return [(found.number, group.number) for found, group in wanted.assign]
-
-
-def test_a_replica_follows_the_load_one_at_a_time() -> None:
-    seats = [seat(1, 0), seat(2, 1), seat(3, 1), seat(4, 1)]
-    ((number, group),) = moved(seats, HOT)
-    assert (number in (2, 3, 4), group) == (True, 0)
-    assert moved([seat(1, 0), seat(2, 0), seat(3, 0), seat(4, 1)], HOT) == []
-
-
-def test_a_move_that_gains_little_is_not_made() -> None:
-    seats = [seat(1, 0), seat(2, 0), seat(3, 1), seat(4, 1)]
-    assert moved(seats, {layer: [1.05] * 4 + [0.95] * 4 for layer in (1, 3)}) == []
-
-
-def test_the_last_serving_seat_of_a_group_does_not_follow_the_load() -> None:
-    seats = [seat(1, 0), seat(2, 1), seat(3, 1, status="loading")]
-    assert [number for number, _ in moved(seats, HOT)] != [2]
-
-
-def test_a_new_seat_goes_where_the_load_is() -> None:
-    assert moved([seat(1, 0), seat(2, 1), seat(3)], HOT) == [(3, 0)]
+@pytest.mark.parametrize(
+    ("seats", "load", "wanted"),
+    [
+        pytest.param([seat(1, 0), seat(2, 1), seat(3, 1), seat(4, 1)], HOT, [(2, 0)], id="one at a time"),
+        pytest.param([seat(1, 0), seat(2, 0), seat(3, 0), seat(4, 1)], HOT, [], id="once it is there"),
+        pytest.param([seat(1, 0), seat(2, 0), seat(3, 1), seat(4, 1)], NEARLY_EVEN, [], id="not for a small gain"),
+        pytest.param([seat(1, 0), seat(2, 1), seat(3, 1, status="loading")], HOT, [], id="not the last that serves"),
+        pytest.param([seat(1, 0), seat(2, 1), seat(3)], HOT, [(3, 0)], id="a new one"),
+    ],
+)
+def test_replicas_follow_the_load(
+    seats: list[SeatState], load: dict[int, list[float]], wanted: list[tuple[int, int]]
+) -> None:
+    assert assigned(*seats, table=published(*seats), load=load) == wanted
 
 
 def test_the_meter_counts_what_came_since_the_last_reading() -> None:
@@ -203,23 +182,14 @@ def test_the_meter_counts_what_came_since_the_last_reading() -> None:
 
     def read(first: int, second: int) -> None:
         counts = [dict.fromkeys((1, 3), (rows,) * 4) for rows in (first, second)]
-        rows = {
-            number + 1: SeatRows(digest=GROUPS[number].digest, rows=counted) for number, counted in enumerate(counts)
-        }
-        meter.read(rows, table)
+        held = zip(GROUPS, counts, strict=True)
+        meter.read({group.number + 1: SeatRows(digest=group.digest, rows=rows) for group, rows in held}, table)
 
     read(1000, 5)
     assert meter.load is None, "what was counted before says nothing about now"
-    read(1010, 95)
-    assert meter.load == {layer: [10.0] * 4 + [90.0] * 4 for layer in (1, 3)}
-    read(1010, 95)
-    assert meter.load == {layer: [10.0] * 4 + [90.0] * 4 for layer in (1, 3)}, "silence does not erase it"
-
-
-def test_a_seat_that_asked_for_its_group_does_not_keep_another_from_covering_a_bare_one() -> None:
-    before = [seat(1, 0, wish=0), seat(2, 0), seat(3, 1)]
-    wanted = intentions(before[:2], published(*before), GROUPS, following=6)
-    assert [(found.number, group.number) for found, group in wanted.assign] == [(2, 1)]
+    for _ in range(2):
+        read(1010, 95)
+        assert meter.load == {layer: [10.0] * 4 + [90.0] * 4 for layer in (1, 3)}, "silence does not erase it"
 
 
 class Quiet:
@@ -238,7 +208,15 @@ class Quiet:
         return SimpleNamespace(seats=[], held=False)
 
     async def table_epochs(self) -> Any:
-        return SimpleNamespace(oldest=5, published=5, following=6)
+        epoch = self._table.epoch
+        return SimpleNamespace(oldest=epoch, published=epoch, following=epoch + 1)
+
+    async def publish_table(self, epoch: int, table: RoutingTable) -> None:  # noqa: ARG002
+        self._table = table
+
+    @property
+    def listed(self) -> list[int]:
+        return [seat.number for seat in self._table.seats]
 
     async def groups(self) -> list[Any]:
         return []
@@ -310,24 +288,9 @@ async def test_another_number_of_groups_than_was_asked_for_is_said_once(caplog: 
     assert said.startswith("the experts are in 2 shard groups, and --expert-groups asks for 4")
 
 
-class Printed(Quiet):
-    """Keeps the last table."""
-
-    async def publish_table(self, epoch: int, table: RoutingTable) -> None:  # noqa: ARG002
-        self._table = table
-
-    async def table_epochs(self) -> Any:
-        epoch = self._table.epoch
-        return SimpleNamespace(oldest=epoch, published=epoch, following=epoch + 1)
-
-    @property
-    def listed(self) -> list[int]:
-        return [seat.number for seat in self._table.seats]
-
-
 async def test_what_something_else_is_about_to_end_is_out_of_the_next_table_until_that_thinks_better_of_it() -> None:
     seats, leaving = [seat(1, 0), seat(2, 1), seat(3, 0)], {3}
-    redis: Any = Printed(published(*seats), seats)
+    redis: Any = Quiet(published(*seats), seats)
     placement = ExpertPlacement(
         redis, redis, groups=2, staying=lambda found: [replace(s, dismissed=s.number in leaving) for s in found]
     )

@@ -5,7 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from kubernetes.client.api_client import ApiClient
@@ -46,13 +49,29 @@ def server() -> ApiServer:
     return found
 
 
-@pytest.fixture
-def replicas(server: ApiServer) -> Iterator[KubeReplicas]:
+@contextmanager
+def followed(server: ApiServer, **how: Any) -> Iterator[Follower]:
+    """The StatefulSets alone."""
     with server.serving() as url:
-        found = KubeReplicas(connecting(url))
+        found = Follower("statefulsets", connecting(url), **how)
         found.start()
         yield found
         found.close()
+
+
+@contextmanager
+def following(server: ApiServer, connect: Callable[[str], Connect] = connecting, **how: bool) -> Iterator[KubeReplicas]:
+    with server.serving() as url:
+        found = KubeReplicas(connect(url), **how)
+        found.start()
+        yield found
+        found.close()
+
+
+@pytest.fixture
+def replicas(server: ApiServer) -> Iterator[KubeReplicas]:
+    with following(server) as found:
+        yield found
 
 
 def count(replicas: KubeReplicas, target: Target = EXPERTS) -> int | None:
@@ -60,7 +79,7 @@ def count(replicas: KubeReplicas, target: Target = EXPERTS) -> int | None:
     return counts[target].wanted if counts and target in counts else None
 
 
-def test_counts_are_unknown_before_the_first_answer_and_absolute_after(
+def test_counts_are_unknown_before_the_first_answer_and_what_changes_is_heard_of(
     server: ApiServer, replicas: KubeReplicas
 ) -> None:
     assert KubeReplicas(connecting("http://127.0.0.1:1")).counts() is None
@@ -71,6 +90,15 @@ def test_counts_are_unknown_before_the_first_answer_and_absolute_after(
         "/apis/apps/v1/namespaces/there/deployments",
     }
     assert all(line.endswith(" app.kubernetes.io/instance=mesh") for line in server.asked)
+    server.put("statefulsets", stateful_set("mesh-experts-0", 5, ready=2))
+    until(lambda: count(replicas) == 5)
+    server.put("statefulsets", stateful_set("mesh-experts-0", 0))
+    until(lambda: count(replicas) == 0)
+    server.put("statefulsets", stateful_set("mesh-experts-1", 3, shard="1"))
+    until(lambda: count(replicas, Target("experts", 1)) == 3)
+    server.delete("statefulsets", "mesh-experts-1")
+    until(lambda: count(replicas, Target("experts", 1)) is None)
+    assert count(replicas) == 0
 
 
 def test_groups_of_attention_workers_are_counted_once(server: ApiServer) -> None:
@@ -82,28 +110,12 @@ def test_groups_of_attention_workers_are_counted_once(server: ApiServer) -> None
         part = stateful_set(name, 3, ready=3, role="attention")
         part["metadata"]["labels"] |= {"leaderworkerset.sigs.k8s.io/name": "mesh-attention"}
         server.put("statefulsets", part)
-    with server.serving() as url:
-        replicas = KubeReplicas(connecting(url), groups=True)
-        replicas.start()
+    with following(server, groups=True) as replicas:
         until(lambda: replicas.counts() is not None)
         counts = replicas.counts() or {}
-        replicas.close()
     assert counts[Target("attention")] == Replicas(wanted=3, ready=2)
     path = "/apis/leaderworkerset.x-k8s.io/v1/namespaces/there/leaderworkersets"
     assert f"list {path} app.kubernetes.io/instance=mesh" in server.asked
-
-
-def test_what_changes_is_heard_of(server: ApiServer, replicas: KubeReplicas) -> None:
-    until(lambda: count(replicas) == 2)
-    server.put("statefulsets", stateful_set("mesh-experts-0", 5, ready=2))
-    until(lambda: count(replicas) == 5)
-    server.put("statefulsets", stateful_set("mesh-experts-0", 0))
-    until(lambda: count(replicas) == 0)
-    server.put("statefulsets", stateful_set("mesh-experts-1", 3, shard="1"))
-    until(lambda: count(replicas, Target("experts", 1)) == 3)
-    server.delete("statefulsets", "mesh-experts-1")
-    until(lambda: count(replicas, Target("experts", 1)) is None)
-    assert count(replicas) == 0
 
 
 def test_a_watch_that_ends_is_resumed_where_it_ended(server: ApiServer, replicas: KubeReplicas) -> None:
@@ -116,19 +128,15 @@ def test_a_watch_that_ends_is_resumed_where_it_ended(server: ApiServer, replicas
     assert sum("list" in line for line in server.asked) == 2
 
 
-def test_a_version_that_is_forgotten_is_listed_again(server: ApiServer, replicas: KubeReplicas) -> None:
+@pytest.mark.parametrize(("disturb", "lists"), [(ApiServer.forget, 3), (ApiServer.cut, 2)])
+def test_neither_a_forgotten_version_nor_a_broken_connection_costs_a_change(
+    server: ApiServer, replicas: KubeReplicas, disturb: Callable[[ApiServer], None], lists: int
+) -> None:
     until(lambda: sum("watch" in line for line in server.asked) == 2)
-    server.forget()
+    disturb(server)
     server.put("statefulsets", stateful_set("mesh-experts-0", 3))
     until(lambda: count(replicas) == 3)
-    assert sum("list" in line for line in server.asked) >= 3
-
-
-def test_a_broken_connection_costs_no_change(server: ApiServer, replicas: KubeReplicas) -> None:
-    until(lambda: sum("watch" in line for line in server.asked) == 2)
-    server.cut()
-    server.put("statefulsets", stateful_set("mesh-experts-0", 6))
-    until(lambda: count(replicas) == 6)
+    assert sum("list" in line for line in server.asked) >= lists, "what is forgotten is listed again"
 
 
 def test_an_api_server_that_restarts_is_found_again_and_held_meanwhile(server: ApiServer) -> None:
@@ -145,9 +153,7 @@ def test_an_api_server_that_restarts_is_found_again_and_held_meanwhile(server: A
 
 def test_what_is_old_is_not_known_any_more(server: ApiServer) -> None:
     now = [0.0]
-    with server.serving() as url:
-        follower = Follower("statefulsets", connecting(url), stale_s=60.0, clock=lambda: now[0])
-        follower.start()
+    with followed(server, stale_s=60.0, clock=lambda: now[0]) as follower:
         until(lambda: follower.workloads)
         server.refusal = 500
         server.cut()
@@ -157,7 +163,6 @@ def test_what_is_old_is_not_known_any_more(server: ApiServer) -> None:
         assert follower.workloads is None, "unknown, not none"
         server.refusal = None
         until(lambda: follower.workloads)
-        follower.close()
 
 
 def test_missing_rights_are_said_once_with_what_to_do(
@@ -166,13 +171,8 @@ def test_missing_rights_are_said_once_with_what_to_do(
     server.refusal = 403
     server.cut()
 
-    def said() -> list[str]:
-        return [
-            record.getMessage() for record in caplog.records if "may not get, list and watch" in record.getMessage()
-        ]
-
-    until(lambda: len(server.asked) > 12 and bool(said()))
-    assert len(said()) <= 2, "once for each kind"
+    until(lambda: len(server.asked) > 12 and "may not get, list and watch" in caplog.text)
+    assert caplog.text.count("may not get, list and watch") <= 2, "once for each kind"
     server.refusal = None
     until(lambda: count(replicas) == 2)
 
@@ -183,7 +183,7 @@ def test_a_token_that_was_renewed_is_read_again(server: ApiServer, tmp_path: Pat
     authority.write_text("an authority")
     server.token = "first"
 
-    def connect() -> Api:
+    def connect(url: str) -> Api:
         host, port = url.removeprefix("http://").split(":")
         environ = {"KUBERNETES_SERVICE_HOST": host, "KUBERNETES_SERVICE_PORT": port}
         configuration = Configuration()
@@ -192,9 +192,7 @@ def test_a_token_that_was_renewed_is_read_again(server: ApiServer, tmp_path: Pat
         configuration.refresh_api_key_hook = None  # within its minute: this is the effect of the refusal
         return Api(ApiClient(configuration), namespace="there", selector="a=b")
 
-    with server.serving() as url:
-        replicas = KubeReplicas(connect)
-        replicas.start()
+    with following(server, lambda url: partial(connect, url)) as replicas:
         until(lambda: count(replicas) == 2)
         server.token = "second"
         server.cut()
@@ -202,13 +200,10 @@ def test_a_token_that_was_renewed_is_read_again(server: ApiServer, tmp_path: Pat
         token.write_text("second")
         server.put("statefulsets", stateful_set("mesh-experts-0", 7))
         until(lambda: count(replicas) == 7)
-        replicas.close()
 
 
 def test_closing_ends_the_threads_while_they_wait(server: ApiServer) -> None:
-    with server.serving() as url:
-        follower = Follower("statefulsets", connecting(url))
-        follower.start()
+    with followed(server) as follower:
         until(lambda: any("watch" in line for line in server.asked))
         follower.close()
         until(lambda: not follower._thread.is_alive())
@@ -227,12 +222,9 @@ def test_a_watch_that_begins_while_it_is_closed_ends(server: ApiServer) -> None:
 def test_what_answers_but_is_no_api_server_does_no_harm() -> None:
     server = ApiServer()
     server.refusal = 200  # a page, and not a list
-    with server.serving() as url:
-        follower = Follower("statefulsets", connecting(url))
-        follower.start()
+    with followed(server) as follower:
         until(lambda: len(server.asked) > 2)
         assert follower.workloads is None
-        follower.close()
 
 
 def test_outside_of_a_pod_it_says_so(tmp_path: Path) -> None:
@@ -240,24 +232,23 @@ def test_outside_of_a_pod_it_says_so(tmp_path: Path) -> None:
         connecting_in_pod("a=b", tmp_path)
 
 
-def test_the_package_is_imported_where_it_is_needed_alone() -> None:
-    assert loaded("") & {"kubernetes", "torch"} == set()
+LOOK = """
+import services.scheduler.role, sys
+print(*sys.modules)
+from services.runtime.kube_client import in_pod_client
+try: in_pod_client()
+except Exception: pass
+print(*sys.modules)
+"""
 
 
-def test_of_the_package_only_what_sends_requests_is_imported() -> None:
+def test_of_the_package_only_what_sends_requests_is_imported_and_that_where_it_is_needed() -> None:
     """Its generated calls and models are 800 modules, which take seconds: a scheduler would start as much later."""
-    modules = loaded(
-        "from services.runtime.kube_client import in_pod_client\ntry: in_pod_client()\nexcept Exception: pass"
-    )
-    assert "kubernetes.client.api_client" in modules
-    assert [name for name in modules if name.startswith(("kubernetes.client.api.", "kubernetes.client.models."))] == []
-
-
-def loaded(more: str) -> set[str]:
-    """The modules of a process that has imported the scheduler's role, and done ``more``."""
-    look = f"import services.scheduler.role, sys\n{more}\nprint(*sys.modules)"
-    run = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True, timeout=120)
-    return set(run.stdout.split())
+    run = subprocess.run([sys.executable, "-c", LOOK], capture_output=True, text=True, check=True, timeout=120)
+    before, after = (set(line.split()) for line in run.stdout.splitlines())
+    assert before & {"kubernetes", "torch"} == set()
+    assert "kubernetes.client.api_client" in after
+    assert [name for name in after if name.startswith(("kubernetes.client.api.", "kubernetes.client.models."))] == []
 
 
 @pytest.mark.parametrize(
@@ -293,28 +284,22 @@ def seat(number: int, pod: str | None, *, status: str = "ready", digest: str = "
 def leaving(seats: list[SeatState], wanted: int | None, first: int = 0) -> set[int]:
     sets = {}
     if wanted is not None:
-        target = Target("experts", 0)
-        sets["s-0"] = Workload(name="s-0", target=target, replicas=Replicas(wanted=wanted, ready=0), first=first)
+        sets["s-0"] = Workload(name="s-0", target=EXPERTS, replicas=Replicas(wanted=wanted, ready=0), first=first)
     return {each.number for each in without_leaving(seats, sets) if each.dismissed}
 
 
 def test_seats_beyond_the_count_leave_and_come_back_with_it() -> None:
     seats = [seat(1, "s-0-0"), seat(2, "s-0-1"), seat(3, "s-0-2")]
-    assert leaving(seats, 3) == set()
-    assert leaving(seats, 1) == {2, 3}
-    assert leaving(seats, 1) == {2, 3}, "again the same"
-    assert leaving(seats, 3) == set(), "nothing was written down"
+    for wanted, gone in ((3, set()), (1, {2, 3}), (1, {2, 3}), (3, set())):
+        assert leaving(seats, wanted) == gone, "nothing is written down"
     assert leaving(seats, 1, first=1) == {3}, "ordinals may begin elsewhere"
 
 
-def test_a_group_keeps_its_last_seat_until_that_one_says_that_it_leaves() -> None:
-    assert leaving([seat(1, "s-0-0"), seat(2, "s-0-1")], 0) == set()
+def test_whom_a_group_needs_or_of_whom_nothing_is_known_stays() -> None:
+    assert leaving([seat(1, "s-0-0"), seat(2, "s-0-1")], 0) == set(), "until the last one says that it leaves"
     assert leaving([seat(1, "s-0-0", status="loading"), seat(2, "s-0-1")], 1) == set()
     assert leaving([seat(1, "s-0-0", digest="other"), seat(2, "s-0-1")], 1) == set()
     assert leaving([seat(1, "s-0-0"), seat(2, "s-0-1", status="loading", digest="")], 1) == {2}
-
-
-def test_of_whom_nothing_is_known_nobody_leaves() -> None:
     assert leaving([seat(1, "s-0-0"), seat(2, "s-0-1")], None) == set()
     assert leaving([seat(1, "s-0-0"), seat(2, None), seat(3, "t-0-9")], 1) == set()
 

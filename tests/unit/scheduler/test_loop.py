@@ -114,14 +114,14 @@ async def test_a_placement_that_meets_another_leader_ends_the_term(server: Redis
         await scheduler.dies_of(RuntimeError, match="a fault")
 
 
-async def test_of_two_schedulers_one_leads_and_a_resignation_is_succeeded_at_once(
+async def test_of_two_schedulers_one_leads_both_sleep_and_a_resignation_is_succeeded_at_once(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     intervals(monkeypatch, lock_ttl=3600)  # nobody waits for its end
-    async with Deployment(server.url) as deployment:
+    async with Deployment(server.url, lease_s=6.0) as deployment:
         schedulers = [deployment.scheduler(), deployment.scheduler()]
         await eventually(lambda: any(map(leads, schedulers)))
-        await asyncio.sleep(0.3)
+        assert await calls_a_second(deployment) < 60
         assert [leads(scheduler) for scheduler in schedulers].count(True) == 1
         leader, standby = sorted(schedulers, key=leads, reverse=True)
         await leader.stop()
@@ -186,63 +186,55 @@ async def test_a_leader_that_was_deposed_steps_down(server: RedisServer) -> None
         await eventually(lambda: leads(scheduler))
 
 
-async def test_credit_is_never_exceeded_and_all_of_it_is_used(server: RedisServer) -> None:
+@pytest.mark.parametrize(
+    ("credit", "requests", "most"),
+    [({"credit_requests": 3}, 16, 3), ({"credit_tokens": 50}, 6, 2)],  # 23 tokens each: two at a time
+    ids=["requests", "tokens"],
+)
+async def test_credit_is_never_exceeded_and_all_of_it_is_used(
+    server: RedisServer, credit: dict[str, int], requests: int, most: int
+) -> None:
     async with Deployment(server.url) as deployment:
         deployment.scheduler()
-        engine = SteppingEngine(step_s=0.005)
-        worker = deployment.worker(engine=engine, credit_requests=3)
+        worker = deployment.worker(engine=SteppingEngine(step_s=0.005), **credit)
         client = await deployment.client()
-        streams = await client.submit(*PROMPTS, max_tokens=20)
-        peak = 0
-        while not all(stream.finish for stream in streams):
-            peak = max(peak, len(worker.worker.held()))
-            await asyncio.sleep(0.001)
-        assert peak == 3
-        await finish(streams)
-        check(streams, 20)
-
-
-async def test_tokens_bound_the_credit_too(server: RedisServer) -> None:
-    async with Deployment(server.url, lease_s=30) as deployment:
-        deployment.scheduler()
-        worker = deployment.worker(engine=SteppingEngine(step_s=0.005), credit_tokens=50)
-        client = await deployment.client()
-        streams = await client.submit(*PROMPTS[:6], max_tokens=20)  # 23 tokens each: two at a time
+        streams = await client.submit(*PROMPTS[:requests], max_tokens=20)
         peak = 0
         async with asyncio.timeout(LIMIT_S):
             while not all(stream.finish for stream in streams):
                 peak = max(peak, len(worker.worker.held()))
                 await asyncio.sleep(0.001)
-        assert peak == 2
+        assert peak == most
         await finish(streams)
         check(streams, 20)
 
 
-async def test_while_all_credit_is_used_the_loop_sleeps(server: RedisServer) -> None:
+async def test_while_all_credit_is_used_the_loop_sleeps_and_its_gauges_vanish_with_leadership(
+    server: RedisServer,
+) -> None:
     async with Deployment(server.url, lease_s=6.0) as deployment:
         scheduler = deployment.scheduler()
         engine = SteppingEngine()
         engine.gate.clear()
         worker = deployment.worker(engine=engine, credit_requests=1)
         client = await deployment.client()
-        streams = await client.submit(*PROMPTS, max_tokens=2)
+        streams = await client.submit(*PROMPTS, max_tokens=7)
         await eventually(lambda: worker.worker.held())
         await eventually(lambda: scheduler.value("queue_requests") == 15)
+        assert scheduler.value("queue_tokens") == 150
+        assert scheduler.value("workers") == 1
+        assert scheduler.value("worker_outstanding_tokens", worker=worker.info.id) == 10
         assert await calls_a_second(deployment) < 60
         engine.gate.set()
         await finish(streams)
-        check(streams, 2)
+        check(streams, 7)
+        await scheduler.stop()
+        assert scheduler.value("workers") == 0
+        outstanding = "expertmesh_worker_outstanding_tokens"
+        assert scheduler.registry.get_sample_value(outstanding, {"worker": worker.info.id}) is None
 
 
-async def test_an_idle_leader_and_its_standby_sleep(server: RedisServer) -> None:
-    async with Deployment(server.url, lease_s=6.0) as deployment:
-        leader = deployment.scheduler()
-        await eventually(lambda: leads(leader))
-        deployment.scheduler()
-        assert await calls_a_second(deployment) < 60
-
-
-async def test_work_is_spread_over_workers(server: RedisServer) -> None:
+async def test_work_is_spread_over_workers_and_a_shared_prompt_goes_where_it_was_computed(server: RedisServer) -> None:
     async with Deployment(server.url) as deployment:
         scheduler = deployment.scheduler()
         workers = [deployment.worker(engine=SteppingEngine(step_s=0.01)) for _ in range(2)]
@@ -253,64 +245,58 @@ async def test_work_is_spread_over_workers(server: RedisServer) -> None:
         check(streams, 30)
         assert [len(worker.engine.added) for worker in workers] == [8, 8]
         assert scheduler.value("dispatched_requests_total", affinity="load") == 16
-
-
-async def test_a_shared_prompt_goes_where_it_was_computed(server: RedisServer) -> None:
-    async with Deployment(server.url) as deployment:
-        scheduler = deployment.scheduler()
-        workers = [deployment.worker() for _ in range(2)]
-        await eventually(lambda: not any(worker.worker.missing() for worker in workers))
-        client = await deployment.client()
-        shared = list(range(200))
         for n in range(6):
-            streams = await client.submit([*shared, n], max_tokens=2)
+            streams = await client.submit([*range(200), n], max_tokens=2)
             await finish(streams)
             check(streams, 2)
-        assert sorted(len(worker.engine.added) for worker in workers) == [0, 6]
+        assert sorted(len(worker.engine.added) for worker in workers) == [8, 14]
         assert scheduler.value("dispatched_requests_total", affinity="prefix") == 5
 
 
-async def test_a_request_that_no_worker_can_hold_fails_by_name_and_blocks_nobody(server: RedisServer) -> None:
+async def test_a_request_that_cannot_be_run_or_waits_too_long_fails_by_name_and_blocks_nobody(
+    server: RedisServer,
+) -> None:
     async with Deployment(server.url) as deployment:
-        deployment.scheduler()
-        deployment.worker(credit_tokens=100)
+        scheduler = deployment.scheduler()
         client = await deployment.client()
+        [late] = await client.submit([1], timeout_s=0.2)
+        await finish([late])
+        await eventually(lambda: scheduler.value("reclaimed_leases_total", outcome="expired") == 1)
+        deployment.worker(credit_tokens=100)
         [big] = await client.submit([1], max_tokens=500)
         small = await client.submit([2], max_tokens=5)
-        await finish(small)
+        await finish([big, *small])
         check(small, 5)
-        await big.ended.wait()
-        assert big.error is not None
-        assert big.error.code == "context_length_exceeded"
+        assert [stream.error and stream.error.code for stream in (late, big)] == [
+            "deadline_exceeded",
+            "context_length_exceeded",
+        ]
 
 
-async def test_deadlines_end_requests_that_wait(server: RedisServer) -> None:
-    async with Deployment(server.url) as deployment:
-        scheduler = deployment.scheduler()
-        client = await deployment.client()
-        [stream] = await client.submit([1], timeout_s=0.2)
-        await finish([stream])
-        assert stream.error is not None
-        assert stream.error.code == "deadline_exceeded"
-        await eventually(lambda: scheduler.value("reclaimed_leases_total", outcome="expired") == 1)
-
-
-async def test_after_redis_was_away_nothing_is_reclaimed_for_a_lease(server: RedisServer) -> None:
+async def test_without_redis_nobody_is_ready_and_after_it_was_away_nothing_is_reclaimed_for_a_lease(
+    server: RedisServer,
+) -> None:
     async with Deployment(server.url, lease_s=0.8) as deployment:
-        scheduler = deployment.scheduler()
+        schedulers = [deployment.scheduler() for _ in range(2)]
+
+        def lack_redis() -> list[bool]:
+            return [running.scheduler.missing() == ["Redis"] for running in schedulers]
+
+        assert all(lack_redis())
+        await eventually(lambda: not any(running.scheduler.missing() for running in schedulers), "leading or not")
         worker = deployment.worker(engine=SteppingEngine(step_s=0.02))
         client = await deployment.client()
         [stream] = await client.submit([1], max_tokens=1000)
         await stream.first_token.wait()
         server.kill()
-        await eventually(lambda: not leads(scheduler))
+        await eventually(lambda: all(lack_redis()) and not any(map(leads, schedulers)))
         await worker.kill()
         await asyncio.sleep(1.0)
         server.start()
         back = time.monotonic()
         await eventually(lambda: stream.lost)
         assert time.monotonic() - back >= 0.8
-        await eventually(lambda: leads(scheduler))
+        await eventually(lambda: any(map(leads, schedulers)))
 
 
 async def test_a_request_that_fails_on_every_worker_is_dead_lettered(server: RedisServer) -> None:
@@ -330,23 +316,3 @@ async def test_a_request_that_fails_on_every_worker_is_dead_lettered(server: Red
         await eventually(lambda: scheduler.value("dead_letters") == 1)
         assert scheduler.value("reclaimed_leases_total", outcome="lost") == 1
         assert scheduler.value("reclaimed_leases_total", outcome="dead") == 1
-
-
-async def test_the_gauges_show_the_leaders_view_and_vanish_with_leadership(server: RedisServer) -> None:
-    async with Deployment(server.url) as deployment:
-        scheduler = deployment.scheduler()
-        engine = SteppingEngine()
-        engine.gate.clear()
-        worker = deployment.worker(engine=engine, credit_requests=1)
-        client = await deployment.client()
-        await client.submit(*PROMPTS[:3], max_tokens=7)
-        await eventually(lambda: scheduler.value("queue_requests") == 2)
-        assert scheduler.value("queue_tokens") == 20
-        assert scheduler.value("workers") == 1
-        assert scheduler.value("worker_outstanding_tokens", worker=worker.info.id) == 10
-        await scheduler.stop()
-        assert scheduler.value("workers") == 0
-        assert (
-            scheduler.registry.get_sample_value("expertmesh_worker_outstanding_tokens", {"worker": worker.info.id})
-            is None
-        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -32,17 +33,8 @@ def request(token_ids: list[int], *, max_tokens: int = 16, name: str = "r") -> G
 def worker(
     name: str, *, tokens: int = 0, requests: int = 0, credit: int = 100_000, places: int = 1000, longest: int = 100_000
 ) -> WorkerState:
-    info = WorkerInfo(
-        id=name,
-        model="m",
-        fingerprint="f",
-        kv_tokens=credit,
-        max_num_seqs=places,
-        max_model_len=longest,
-        host="h",
-        pid=1,
-        version="0",
-    )
+    process: dict[str, Any] = {"fingerprint": "f", "host": "h", "pid": 1, "version": "0"}
+    info = WorkerInfo(id=name, model="m", kv_tokens=credit, max_num_seqs=places, max_model_len=longest, **process)
     return WorkerState(
         info=info,
         outstanding_tokens=tokens,
@@ -126,18 +118,16 @@ def test_a_shared_prefix_goes_to_the_worker_that_has_it() -> None:
     assert (other.worker_id, other.held_tokens) == ("a", 0)
 
 
-def test_affinity_gives_way_once_it_costs_more_than_it_saves() -> None:
+@pytest.mark.parametrize(
+    "holder",
+    [worker("b", tokens=4 * CHUNK_TOKENS + 1), worker("b", places=1, requests=1)],
+    ids=["costs more than it saves", "is full"],
+)
+def test_affinity_gives_way_where_its_worker(holder: WorkerState) -> None:
     policy = DispatchPolicy()
     prompt = list(range(4 * CHUNK_TOKENS))
     one(policy, request(prompt), [worker("b")])
-    assert one(policy, request(prompt), [worker("a"), worker("b", tokens=4 * CHUNK_TOKENS + 1)]).worker_id == "a"
-
-
-def test_a_full_worker_is_passed_over_whatever_it_holds() -> None:
-    policy = DispatchPolicy()
-    prompt = list(range(4 * CHUNK_TOKENS))
-    one(policy, request(prompt), [worker("b", places=1)])
-    assert one(policy, request(prompt), [worker("a"), worker("b", places=1, requests=1)]).worker_id == "a"
+    assert one(policy, request(prompt), [worker("a"), holder]).worker_id == "a"
 
 
 def test_requests_without_common_prefixes_are_spread_evenly() -> None:
@@ -153,23 +143,11 @@ def test_load_is_relative_to_what_a_worker_can_take() -> None:
     assert (chosen.count("big"), chosen.count("small")) == (20, 10)
 
 
-def test_the_first_request_that_does_not_fit_holds_back_the_smaller_ones_behind_it() -> None:
-    batch = [request([1] * 50, max_tokens=0), request([1] * 80, max_tokens=0), request([1], max_tokens=0)]
-    plan = DispatchPolicy().plan(claims(batch), [worker("a", credit=100)])
-    assert [choice.request for choice in plan.choices] == batch[:1]
-    assert plan.waiting == batch[1:]
-
-
 def test_a_request_longer_than_every_context_is_hopeless_and_holds_nobody_back() -> None:
     batch = [request([1] * 60, max_tokens=5), request([1] * 20, max_tokens=5)]
     plan = DispatchPolicy().plan(claims(batch), [worker("a", longest=64), worker("b", longest=24)])
     assert plan.hopeless == batch[:1]
     assert [(choice.request, choice.worker_id) for choice in plan.choices] == [(batch[1], "a")]
-
-
-def test_without_workers_everything_waits() -> None:
-    plan = DispatchPolicy().plan(claims([request([1])]), [])
-    assert (list(plan.choices), list(plan.hopeless), len(plan.waiting)) == ([], [], 1)
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 400), st.sampled_from("abcdefg")), max_size=60))
@@ -231,29 +209,26 @@ def suspect(name: str) -> Claim:
     return Claim(request([1] * 10, name=name), [1] * 10, suspect=True)
 
 
-def test_a_suspect_goes_where_nothing_else_is_without_a_token_and_nothing_follows_it() -> None:
-    busy, calm = replace(worker("busy"), unproven=2), worker("calm", tokens=500)
-    plan = DispatchPolicy().plan(
-        [suspect("s"), *claims([request([2], name="r1"), request([3], name="r2")])], [busy, calm]
-    )
-    assert [(choice.request.id, choice.worker_id) for choice in plan.choices] == [
-        ("s", "calm"), ("r1", "busy"), ("r2", "busy"),
-    ]  # fmt: skip
+def unproven(name: str, count: int, *, guarded: bool = False, tokens: int = 0) -> WorkerState:
+    return replace(worker(name, tokens=tokens), unproven=count, guarded=guarded)
 
 
-def test_a_suspect_that_nobody_can_run_alone_is_passed_and_a_worker_kept_for_it() -> None:
-    workers = [replace(worker("a"), unproven=2), replace(worker("b", tokens=50), unproven=1)]
-    plan = DispatchPolicy().plan([suspect("s"), *claims([request([2], name="r")])], workers)
-    assert [item.id for item in plan.deferred] == ["s"]
-    assert [(choice.request.id, choice.worker_id) for choice in plan.choices] == [("r", "a")]
-    assert not plan.waiting
-
-
-def test_while_all_workers_are_there_for_suspects_others_wait() -> None:
-    guarded = replace(worker("a"), unproven=1, guarded=True)
-    plan = DispatchPolicy().plan([suspect("s"), *claims([request([2], name="r")])], [guarded])
-    assert ([item.id for item in plan.deferred], [item.id for item in plan.waiting]) == (["s"], ["r"])
-    assert not plan.choices
+@pytest.mark.parametrize(
+    ("workers", "chosen", "waiting"),
+    [
+        ([unproven("busy", 2), worker("calm", tokens=500)], {"s": "calm", "r1": "busy", "r2": "busy"}, []),
+        ([unproven("a", 2), unproven("b", 1, tokens=50)], {"r1": "a", "r2": "a"}, []),
+        ([unproven("a", 1, guarded=True), unproven("b", 2)], {"r1": "b", "r2": "b"}, []),
+        ([unproven("a", 1, guarded=True)], {}, ["r1", "r2"]),
+    ],
+    ids=["nothing else is without a token", "nowhere, one is kept", "nowhere, half are for others", "others wait"],
+)
+def test_a_suspect_goes_where(workers: list[WorkerState], chosen: dict[str, str], waiting: list[str]) -> None:
+    others = [request([2], name="r1"), request([3], name="r2")]
+    plan = DispatchPolicy().plan([suspect("s"), *claims(others)], workers)
+    assert [(choice.request.id, choice.worker_id) for choice in plan.choices] == list(chosen.items())
+    assert [item.id for item in plan.deferred] == ([] if "s" in chosen else ["s"])
+    assert [item.id for item in plan.waiting] == waiting
 
 
 @pytest.mark.parametrize(("workers", "most"), [(1, 1), (2, 1), (3, 1), (4, 2), (9, 4)])
@@ -265,12 +240,3 @@ def test_suspects_take_no_more_than_half_of_the_workers_and_others_go_on(workers
     assert len(alone) == most
     assert len(plan.deferred) == 10 - most
     assert [choice.worker_id in alone for choice in plan.choices if choice.request.id == "r"] == [False] * (workers > 1)
-
-
-def test_no_worker_is_kept_for_a_suspect_while_half_are_there_for_others() -> None:
-    guarded = replace(worker("a"), unproven=1, guarded=True)
-    plan = DispatchPolicy().plan(
-        [suspect("s"), *claims([request([2], name="r")])], [guarded, replace(worker("b"), unproven=2)]
-    )
-    assert [(choice.request.id, choice.worker_id) for choice in plan.choices] == [("r", "b")]
-    assert [item.id for item in plan.deferred] == ["s"]

@@ -14,7 +14,7 @@ from services.messages import ExpertInfo, SeatReport
 from services.placement import Hysteresis, Plan
 from services.queue.seats import SeatState
 from services.routing import RoutingTable, ShardGroup, even_groups
-from services.scheduler.repartition import TIMEOUT_WAITS, Groups, Repartitioner, next_step
+from services.scheduler.repartition import TIMEOUT_WAITS, Groups, Repartitioner, Step, next_step
 from services.scheduler.room import rooms_of
 
 OLD = even_groups([0], 8, 3)
@@ -47,6 +47,20 @@ def test_old_is_what_the_new_cut_changes() -> None:
     assert cut((0, 1), (2, 3, 4), (5, 6, 7)) == OLD
 
 
+def roomy(limit: int) -> Callable[[SeatState], SeatState]:
+    return lambda state: replace(state, info=msgspec.structs.replace(state.info, max_experts=limit))
+
+
+def step(here: list[SeatState]) -> Step:
+    found = next_step(here, OLD, NEW)
+    assert found is not None
+    return found
+
+
+def ahead(here: list[SeatState]) -> list[tuple[int, ShardGroup]]:
+    return [(found.number, group) for found, group in step(here).assign]
+
+
 def test_seats_without_room_for_what_their_group_becomes_keep_the_cut() -> None:
     here = seats(2, 2, 1)
     assert next_step([*here[:2], *map(roomy(3), here[2:])], OLD, NEW) is not None
@@ -54,45 +68,29 @@ def test_seats_without_room_for_what_their_group_becomes_keep_the_cut() -> None:
     assert next_step([*here[:4], roomy(1)(here[4])], OLD, NEW) is not None, "group 2 stays as it is"
 
 
-def roomy(limit: int) -> Callable[[SeatState], SeatState]:
-    return lambda state: replace(state, info=msgspec.structs.replace(state.info, max_experts=limit))
-
-
 def test_half_of_the_seats_of_each_group_that_changes_go_ahead() -> None:
-    step = next_step(seats(2, 5, 1), OLD, NEW)
-    assert step is not None
-    assert step.layout == OLD
-    assert [(found.number, group) for found, group in step.assign] == [(1, NEW[0]), (6, NEW[1]), (5, NEW[1])]
-    assert step.ahead == {1, 5, 6}
+    here = seats(2, 5, 1)
+    assert ahead(here) == [(1, NEW[0]), (6, NEW[1]), (5, NEW[1])]
+    assert (step(here).layout, step(here).ahead) == (OLD, {1, 5, 6})
 
 
 def test_the_cut_changes_once_all_that_went_ahead_are_ready() -> None:
     here = seats(2, 2, 1)
     here[1], here[3] = seat(1, NEW[0]), seat(3, NEW[1], "loading")
-    step = next_step(here, OLD, NEW)
-    assert step is not None
-    assert (step.layout, step.ahead, step.assign) == (OLD, {1, 3}, ())
+    assert (step(here).layout, step(here).ahead, step(here).assign) == (OLD, {1, 3}, ())
     here[3] = seat(3, NEW[1])
-    step = next_step(here, OLD, NEW)
-    assert step is not None
-    assert (step.layout, step.ahead) == (NEW, frozenset())
+    assert (step(here).layout, step(here).ahead) == (NEW, frozenset())
 
 
 def test_one_that_went_ahead_and_died_is_followed_by_another_if_there_is_one() -> None:
     here = seats(3, 2, 1)
     here[4] = seat(4, NEW[1], "loading")
-    step = next_step(here, OLD, NEW)
-    assert step is not None
-    assert [found.number for found, _ in step.assign] == [2]
+    assert [number for number, _ in ahead(here)] == [2]
 
 
 def test_a_group_of_one_seat_borrows_from_a_larger_one() -> None:
-    step = next_step(seats(4, 1, 1), OLD, NEW)
-    assert step is not None
-    assert [(found.number, group) for found, group in step.assign] == [(3, NEW[0]), (2, NEW[0]), (1, NEW[1])]
-    step = next_step(seats(2, 1, 2), OLD, NEW)
-    assert step is not None
-    assert [(found.number, group) for found, group in step.assign] == [(1, NEW[0]), (4, NEW[1])]
+    assert ahead(seats(4, 1, 1)) == [(3, NEW[0]), (2, NEW[0]), (1, NEW[1])]
+    assert ahead(seats(2, 1, 2)) == [(1, NEW[0]), (4, NEW[1])]
 
 
 @pytest.mark.parametrize("replicas", [(1, 1, 1), (2, 1, 1)])
@@ -114,7 +112,27 @@ class Clock:
 
 
 TABLE = RoutingTable(epoch=1, fingerprint="f", num_experts=8, groups=OLD)
+CUT = RoutingTable(epoch=2, fingerprint="f", num_experts=8, groups=NEW)
 LOAD = {0: [1.0] * 8}
+
+
+def planning(plan: Plan | None) -> tuple[Repartitioner, list[int], Clock]:
+    """One whose plan for TABLE is made (None: cannot be made), and the limits that were asked for."""
+    asked: list[int] = []
+    clock = Clock()
+
+    def make(*_: object, limit: int, **__: object) -> Plan:
+        asked.append(limit)
+        if plan is None:
+            raise ConfigError("No such groups.")
+        return plan
+
+    repartitioner = Repartitioner(Hysteresis(**HOLD), clock=clock, plan=make)
+    repartitioner.follow(TABLE, None)
+    assert asked == [], "there is no load yet"
+    repartitioner.follow(TABLE, LOAD)
+    planned(repartitioner)
+    return repartitioner, asked, clock
 
 
 def planned(repartitioner: Repartitioner) -> None:
@@ -123,23 +141,16 @@ def planned(repartitioner: Repartitioner) -> None:
     repartitioner._planned[1].exception(20)
 
 
+BETTER = Plan(table=CUT, before=2, after=1)
+OTHER = RoutingTable(epoch=2, fingerprint="f", num_experts=8, groups=cut((0, 1, 2), (3, 4), (5, 6, 7)))
+
+
 def test_a_better_cut_is_the_target_until_it_stands_and_is_asked_for_once_in_a_while() -> None:
-    asked: list[int] = []
-
-    def plan(*_: object, limit: int, **__: object) -> Plan:
-        asked.append(limit)
-        return Plan(table=RoutingTable(epoch=2, fingerprint="f", num_experts=8, groups=NEW), before=2, after=1)
-
-    clock = Clock()
-    repartitioner = Repartitioner(Hysteresis(**HOLD), clock=clock, plan=plan)
-    repartitioner.follow(TABLE, None)
-    assert asked == []
-    repartitioner.follow(TABLE, LOAD)
-    planned(repartitioner)
+    repartitioner, asked, clock = planning(BETTER)
     repartitioner.follow(TABLE, LOAD)
     assert repartitioner.target == NEW
     assert asked == [4], "a group may be a quarter larger than an even one"
-    repartitioner.follow(RoutingTable(epoch=2, fingerprint="f", num_experts=8, groups=NEW), LOAD)
+    repartitioner.follow(CUT, LOAD)
     assert repartitioner.target is None
     repartitioner.follow(TABLE, LOAD)
     assert len(asked) == 1
@@ -149,34 +160,19 @@ def test_a_better_cut_is_the_target_until_it_stands_and_is_asked_for_once_in_a_w
     assert len(asked) == 2
 
 
-def test_a_plan_for_groups_that_stand_no_more_is_dropped_and_so_is_one_that_cannot_be() -> None:
-    def plan(*_: object, **__: object) -> Plan:
-        raise ConfigError("No such groups.")
-
-    repartitioner = Repartitioner(Hysteresis(**HOLD), clock=Clock(), plan=plan)
-    repartitioner.follow(TABLE, LOAD)
-    planned(repartitioner)
-    repartitioner.follow(TABLE, LOAD)
-    assert repartitioner.target is None
-
-    def other(*_: object, **__: object) -> Plan:
-        return Plan(table=TABLE, before=1, after=1)
-
-    repartitioner = Repartitioner(Hysteresis(**HOLD), clock=Clock(), plan=other)
-    repartitioner.follow(TABLE, LOAD)
-    planned(repartitioner)
-    repartitioner.follow(RoutingTable(epoch=2, fingerprint="f", num_experts=8, groups=NEW), LOAD)
+@pytest.mark.parametrize(
+    ("plan", "now"),
+    [(None, TABLE), (Plan(table=TABLE, before=1, after=1), TABLE), (BETTER, OTHER)],
+    ids=["one that cannot be", "the groups that there are", "one for groups that stand no more"],
+)
+def test_a_plan_of_no_use_is_dropped(plan: Plan | None, now: RoutingTable) -> None:
+    repartitioner, _, _ = planning(plan)
+    repartitioner.follow(now, LOAD)
     assert repartitioner.target is None
 
 
 def test_a_change_that_is_never_ready_is_late_and_the_next_one_waits() -> None:
-    def plan(*_: object, **__: object) -> Plan:
-        return Plan(table=RoutingTable(epoch=2, fingerprint="f", num_experts=8, groups=NEW), before=2, after=1)
-
-    clock = Clock()
-    repartitioner = Repartitioner(Hysteresis(**HOLD), clock=clock, plan=plan)
-    repartitioner.follow(TABLE, LOAD)
-    planned(repartitioner)
+    repartitioner, _, clock = planning(BETTER)
     repartitioner.follow(TABLE, LOAD)
     clock.now += TIMEOUT_WAITS * HOLD["wait_s"]
     assert not repartitioner.late

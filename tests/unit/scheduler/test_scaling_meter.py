@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -27,28 +28,19 @@ LEASE_S = 6.0
 HOT, COLD = Target("experts", 0), Target("experts", 1)
 ATTENTION, GATEWAY = Target("attention"), Target("gateway")
 NONE = (0,) * LATENCY_BUCKETS
+PROCESS: dict[str, Any] = {"fingerprint": "f", "host": "h", "pid": 1, "version": "0"}
 
 
 def seat(name: str, group: int, up_s: float, busy: float, waited: float = 0.0, rows: int = 0) -> SeatState:
     """Busy and waited are shares of its uptime."""
     load = SeatLoad(up_s=up_s, busy_s=busy * up_s, waited_s=waited * up_s)
     report = SeatReport(status="ready", group=group, digest="d", outstanding_rows=rows, load=load)
-    info = ExpertInfo(id=name, fingerprint="f", host="h", port=1, memory_bytes=1, pid=1, version="0")
+    info = ExpertInfo(id=name, port=1, memory_bytes=1, **PROCESS)
     return SeatState(number=1, info=info, status="ready", report=report, dismissed=False, assigned="d")
 
 
 def worker(name: str, requests: int = 0, tokens: int = 0) -> WorkerState:
-    info = WorkerInfo(
-        id=name,
-        model="m",
-        fingerprint="f",
-        kv_tokens=1000,
-        max_num_seqs=8,
-        max_model_len=64,
-        host="h",
-        pid=1,
-        version="0",
-    )
+    info = WorkerInfo(id=name, model="m", kv_tokens=1000, max_num_seqs=8, max_model_len=64, **PROCESS)
     return WorkerState(
         info=info, outstanding_tokens=tokens, outstanding_requests=requests, credit_tokens=1000, credit_requests=9
     )

