@@ -8,28 +8,10 @@ from pathlib import Path
 from random import Random
 
 DIGITS = string.ascii_uppercase + string.ascii_lowercase + string.digits + "+/"
-TOPICS = [
-    "harbour",
-    "lantern",
-    "compass",
-    "anchor",
-    "rudder",
-    "mast",
-    "galley",
-    "keel",
-    "tide",
-    "current",
-    "channel",
-    "buoy",
-    "pilot",
-    "crew",
-    "cargo",
-    "ballast",
-    "rigging",
-    "bowline",
-    "windlass",
-    "capstan",
-]
+TOPICS = (
+    *("harbour", "lantern", "compass", "anchor", "rudder", "mast", "galley", "keel", "tide", "current", "channel"),
+    *("buoy", "pilot", "crew", "cargo", "ballast", "rigging", "bowline", "windlass", "capstan"),
+)
 COPYRIGHT = """Format: https://www.debian.org/doc/packaging-manuals/copyright-format/1.0/
 
 Files: *
