@@ -8,11 +8,20 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 ROOT = Path(__file__).resolve().parents[3]
 CHART = ROOT / "helm/expertmesh"
 NAME = "mesh"
 """Of the release."""
 WORKLOADS = ("Deployment", "StatefulSet", "Job")
+ROLES = ("gateway", "scheduler", "attention", "experts")
+KEDA = ("keda.sh/v1alpha1",)
+SCALED = (
+    *("autoscaling.enabled=true", "metrics.podMonitor.enabled=true"),
+    "autoscaling.prometheus.serverAddress=http://prometheus:9090",
+)
+PREFETCH = ("model.source=pvc", "model.pvc.prefetch.enabled=true", "model.pvc.prefetch.source=hf://org/model@one")
 Objects = dict[tuple[str, str], dict[str, Any]]
 """Objects by kind and name."""
 Render = Callable[..., Objects]
@@ -42,4 +51,22 @@ def pods(objects: Objects) -> Iterator[tuple[str, dict[str, Any]]]:
 def named(objects: Objects, kind: str, part: str) -> dict[str, Any]:
     """The one object of ``kind`` with ``part`` in its name."""
     [found] = [each for (its, name), each in objects.items() if its == kind and part in name]
+    return found
+
+
+def pod(objects: Objects, part: str) -> dict[str, Any]:
+    """The pod's spec of the one workload with ``part`` in its name."""
+    [found] = [template["spec"] for name, template in pods(objects) if part in name]
+    return found
+
+
+def container(objects: Objects, part: str) -> dict[str, Any]:
+    """The one container of ``pod``."""
+    [found] = pod(objects, part)["containers"]
+    return found
+
+
+def config(objects: Objects, role: str) -> dict[str, Any]:
+    """The file of settings of ``role``."""
+    found: dict[str, Any] = yaml.safe_load(named(objects, "ConfigMap", role)["data"]["config.yaml"])
     return found

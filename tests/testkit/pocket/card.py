@@ -12,7 +12,6 @@ from pocket_moe.measure.samples import Sample, save_samples
 from pocket_moe.measure.traffic import load_record
 from pocket_moe.model.fingerprint import held, note
 from pocket_moe.records import ExpertTrace, Greedy, save_csv, save_greedy, save_json
-from testkit.pocket.evidence import ROOT
 
 DOMAINS = ("dictionary", "verse", "perl & co")
 TEXT = {
@@ -20,7 +19,6 @@ TEXT = {
     "tokens": {"train": 10_000_000, "heldout": 3000},
     "heldout_documents": {"dictionary": 1200, "verse": 30, "perl & co": 4},
 }
-EXAMPLE = ROOT / "examples/pocket-moe"
 HEADER = ("step", "tokens", "lr", "loss", "balance", "peak", "tokens_per_second", "heldout")
 
 
@@ -34,12 +32,8 @@ def make_records(folder: Path) -> Path:
     weights = held(folder)
     model = {"weights": {"model": weights["model"]}}
     source = {"package": "dict-wn", "version": "1:3.0-37", "domain": "dictionary", "licence": "WordNet"}
-    source |= {
-        "notice": "Copyright Princeton University.",
-        "documents": 117000,
-        "bytes": 12_345_678,
-        "licence_text": "",
-    }
+    source |= {"notice": "Copyright Princeton University.", "licence_text": ""}
+    source |= {"documents": 117000, "bytes": 12_345_678}
     save_json(folder / "manifest.json", {"distribution": "Debian 12", "sources": [source]})
     nats = {v.name: dict.fromkeys((*DOMAINS, "all"), 3 + 0.1 * i) for i, v in enumerate(VARIANTS)}
     tokens = dict.fromkeys(DOMAINS, 1000) | {"all": 3000}
@@ -60,16 +54,8 @@ def make_records(folder: Path) -> Path:
     save_json(records / "text.json", TEXT)
     for name in ("moe", "dense"):
         save_csv(records / f"loss-{name}.csv", HEADER, curve())
-    answer = Greedy(
-        id="a",
-        domain="verse",
-        prompt="x",
-        prompt_ids=(1,),
-        output_ids=(2,),
-        text="y",
-        margin=0.001798,
-        router_margin=1.068e-05,
-    )
+    margins = {"margin": 0.001798, "router_margin": 1.068e-05}
+    answer = Greedy(id="a", domain="verse", prompt="x", prompt_ids=(1,), output_ids=(2,), text="y", **margins)
     save_greedy(records / "greedy.jsonl", [answer])
     written = {"written": "1. One | two.\n2. Three", "expected": "So."}
     prompts = [(kind, f"define: w{index}\n", index > 0) for kind in ("heldout", "known") for index in range(10)]

@@ -7,6 +7,7 @@ import importlib.util
 import json
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -22,6 +23,7 @@ from pocket_moe.train.schedule import Schedule
 from testkit.pocket.runs import make_work
 
 ROOT = Path(__file__).parents[3]
+EXAMPLE = ROOT / "examples/pocket-moe"
 CPU = torch.device("cpu")
 CONFIG = tiny(hidden_size=128, moe_intermediate_size=128, vocab_size=300)
 """Columns in groups of 128, as quantisation wants them; a vocabulary that holds every byte."""
@@ -41,15 +43,24 @@ def make_evidence(work: Path) -> Path:
     return work
 
 
-def make_models(work: Path, steps: int = 30) -> tuple[Path, Path]:
+def make_models(work: Path) -> None:
     """Folders of a Mixture-of-Experts and of its dense rival, both trained for a moment."""
-    folders = work / "moe", work / "dense"
-    for folder, config in zip(folders, (CONFIG, dense_like(CONFIG)), strict=True):
-        export.save(train_briefly(config, work, steps), work / "tokenizer", folder, "float32")
-    return folders
+    for name, config in (("moe", CONFIG), ("dense", dense_like(CONFIG))):
+        export.save(_train_briefly(config, work), work / "tokenizer", work / name, "float32")
 
 
-def train_briefly(config: PocketConfig, work: Path, steps: int) -> PocketMoe:
+def lively(config: PocketConfig, *, norms: float = 0.3, **arguments: Any) -> PocketMoe:
+    """Random weights large enough that every part of the model shows in its logits; those of norms are about 1."""
+    torch.manual_seed(1)
+    model = PocketMoe(config, **arguments).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter) * (norms if parameter.dim() == 1 else 0.06))
+            parameter += parameter.dim() == 1
+    return model
+
+
+def _train_briefly(config: PocketConfig, work: Path, steps: int = 30) -> PocketMoe:
     torch.manual_seed(0)
     model = PocketMoe(config).train()
     schedule = Schedule(peak=1e-2, warmup=4 * 256, total=steps * 256)
@@ -62,7 +73,7 @@ def train_briefly(config: PocketConfig, work: Path, steps: int) -> PocketMoe:
 
 def script(name: str) -> ModuleType:
     """``examples/pocket-moe/NAME.py`` as a module."""
-    spec = importlib.util.spec_from_file_location(f"pocket_{name}", ROOT / f"examples/pocket-moe/{name}.py")
+    spec = importlib.util.spec_from_file_location(f"pocket_{name}", EXAMPLE / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

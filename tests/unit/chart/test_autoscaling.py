@@ -7,16 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import yaml
-from testkit.kube.chart import CHART, Objects, Render, named, pods
+from testkit.kube.chart import KEDA, SCALED, Objects, Render, config, container, named, pods
 
-from services.config import load_settings
-
-KEDA = ("keda.sh/v1alpha1",)
-ON = (
-    *("autoscaling.enabled=true", "metrics.podMonitor.enabled=true", "metrics.prometheusRule.enabled=true"),
-    "autoscaling.prometheus.serverAddress=http://prometheus:9090",
-)
+ON = (*SCALED, "metrics.prometheusRule.enabled=true")
 NAMES = {"gateway", "attention", "experts-0", "experts-1"}
 
 
@@ -55,28 +48,26 @@ def test_groups_of_ranks_are_scaled_as_groups(render: Render) -> None:
     lockstep = ("layout=lockstep", "attention.workers=4", "autoscaling.attention.maxReplicas=3")
     rendered = render(*ON, *lockstep, apis=KEDA)
     objects = scaled(rendered)
-    assert objects.keys() == {"gateway", "attention"}
     target, bounds = objects["attention"]["scaleTargetRef"], ("minReplicaCount", "maxReplicaCount")
     assert (target["kind"], target["name"]) in rendered
     assert target["apiVersion"] == named(rendered, "LeaderWorkerSet", "attention")["apiVersion"]
     assert [objects["attention"][name] for name in bounds] == [1, 3]
     assert "replicas" not in named(rendered, "LeaderWorkerSet", "attention")["spec"]
-    config = yaml.safe_load(named(rendered, "ConfigMap", "scheduler")["data"]["config.yaml"])
-    assert (config["layout"], config["workers"], config["max_attention"]) == ("lockstep", 4, 3), (
-        "the scheduler counts groups"
-    )
+    settings = config(rendered, "scheduler")
+    found = tuple(settings[name] for name in ("layout", "workers", "max_attention"))
+    assert found == ("lockstep", 4, 3), "the scheduler counts groups"
     [apps, groups] = named(rendered, "Role", "scheduler")["rules"]
     assert apps["verbs"] == groups["verbs"] == ["get", "list", "watch"]
     assert (groups["apiGroups"], groups["resources"]) == (["leaderworkerset.x-k8s.io"], ["leaderworkersets"])
 
 
 @pytest.mark.parametrize("where", ["lockstep", "local", "colocated"])
-def test_bounds_of_expert_workers_that_there_are_not_do_not_reach_the_scheduler(render: Render, where: str) -> None:
+def test_expert_workers_that_there_are_not_have_no_scale_and_no_bounds(render: Render, where: str) -> None:
     """The scheduler would refuse these bounds."""
     odd = ("autoscaling.experts.minReplicas=5", "experts.perGroup.0.minReplicas=9")
     rendered = render(*ON, f"layout={where}", *odd, apis=KEDA)
-    config = yaml.safe_load(named(rendered, "ConfigMap", "scheduler")["data"]["config.yaml"])
-    assert not {"min_replicas", "max_replicas", "shard_replicas"} & config.keys()
+    assert scaled(rendered).keys() == {"gateway", "attention"}
+    assert not {"min_replicas", "max_replicas", "shard_replicas"} & config(rendered, "scheduler").keys()
 
 
 def test_what_keda_counts_is_given_no_number(rendered: Objects) -> None:
@@ -87,9 +78,8 @@ def test_what_keda_counts_is_given_no_number(rendered: Objects) -> None:
 @pytest.mark.parametrize(("after", "least"), [("0", 1), ("600", 0)])
 def test_only_a_model_that_may_sleep_goes_to_zero_and_gateways_never(render: Render, after: str, least: int) -> None:
     objects = scaled(render(*ON, f"autoscaling.sleepAfterSeconds={after}", apis=KEDA))
-    assert {name: spec["minReplicaCount"] for name, spec in objects.items()} == dict.fromkeys(NAMES, least) | {
-        "gateway": 1
-    }
+    found = {name: spec["minReplicaCount"] for name, spec in objects.items()}
+    assert found == dict.fromkeys(NAMES, least) | {"gateway": 1}
 
 
 def test_bounds_are_those_of_the_role_or_of_the_group(render: Render) -> None:
@@ -99,24 +89,23 @@ def test_bounds_are_those_of_the_role_or_of_the_group(render: Render) -> None:
     objects = scaled(rendered)
     found = {name: (spec["minReplicaCount"], spec["maxReplicaCount"]) for name, spec in objects.items()}
     assert found == {"gateway": (3, 4), "attention": (1, 9), "experts-0": (1, 6), "experts-1": (2, 8)}
-    config = yaml.safe_load(named(rendered, "ConfigMap", "scheduler")["data"]["config.yaml"])
-    assert (config["min_replicas"], config["max_replicas"], config["max_attention"]) == (2, 6, 9)
-    assert config["shard_replicas"] == "0=1:6,1=2:8"
+    settings = config(rendered, "scheduler")
+    assert (settings["min_replicas"], settings["max_replicas"], settings["max_attention"]) == (2, 6, 9)
+    assert settings["shard_replicas"] == "0=1:6,1=2:8"
+    rules = named(rendered, "PrometheusRule", "alerts")["spec"]["groups"][0]["rules"]
+    [asked] = [rule["expr"] for rule in rules if rule["alert"] == "ExpertmeshAtMostReplicas"]
+    alerts = set(re.findall(r'role="(\w+)"(?:,shard(!?[~=]+"\d+"))?\}\) >= (\d+)', asked))
+    assert alerts == {("attention", "", "9"), ("gateway", "", "4"), ("experts", '!~"1"', "6"), ("experts", '="1"', "8")}
 
 
-def test_the_scheduler_reads_its_configuration(render: Render, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("EXPERTMESH_REDIS_URL", "redis://:x@host:6379/0")
+def test_the_scheduler_reads_its_configuration(render: Render, read: Callable[..., Any]) -> None:
     seconds = {"sleepAfter": 900, "scaleDownAfter": 60, "targetTtft": 3}
     objects = render(*ON, *(f"autoscaling.{name}Seconds={value}" for name, value in seconds.items()), apis=KEDA)
-    file = tmp_path / "config.yaml"
-    file.write_text(named(objects, "ConfigMap", "scheduler")["data"]["config.yaml"])
-    read = load_settings(["--config", str(file)], role="scheduler")
-    assert (read.autoscale, read.sleep_after, read.scale_down_after) == ("on", 900.0, 60.0)
-    pairs = dict(pair.split("=") for pair in (read.kubernetes_selector or "").split(","))
-    labels = named(objects, "StatefulSet", "experts-0")["metadata"]["labels"]
-    assert pairs.items() <= labels.items()
-    file.write_text(named(objects, "ConfigMap", "gateway")["data"]["config.yaml"])
-    assert load_settings(["--config", str(file)], role="gateway").target_ttft == 3.0
+    settings = read(objects, "scheduler")
+    assert (settings.autoscale, settings.sleep_after, settings.scale_down_after) == ("on", 900.0, 60.0)
+    pairs = dict(pair.split("=") for pair in settings.kubernetes_selector.split(","))
+    assert pairs.items() <= named(objects, "StatefulSet", "experts-0")["metadata"]["labels"].items()
+    assert read(objects, "gateway").target_ttft == 3.0
 
 
 def test_the_scheduler_alone_may_look_at_replicas_and_nothing_more(rendered: Objects) -> None:
@@ -144,16 +133,14 @@ def test_the_way_to_the_api_server_may_be_narrowed(render: Render) -> None:
 
 
 def test_expert_workers_know_their_pods_name(rendered: Objects) -> None:
-    env = named(rendered, "StatefulSet", "experts-1")["spec"]["template"]["spec"]["containers"][0]["env"]
-    assert {"name": "EXPERTMESH_POD", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}} in env
+    its = {"name": "EXPERTMESH_POD", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}}
+    assert its in container(rendered, "experts-1")["env"]
 
 
 def test_without_keda_replicas_are_fixed(render: Render) -> None:
     off, on = render(*ON[1:]), render(*ON)
-    secrets = {("Secret", f"mesh-expertmesh-{name}") for name in ("redis", "redis-users", "fabric", "api-keys")}
-    assert {key: each for key, each in on.items() if key not in secrets} == {
-        key: each for key, each in off.items() if key not in secrets
-    }
+    drawn = {("Secret", f"mesh-expertmesh-{name}") for name in ("redis", "redis-users", "fabric", "api-keys")}
+    assert {key: on[key] for key in on.keys() - drawn} == {key: off[key] for key in off.keys() - drawn}
 
 
 def test_the_notes_say_who_sets_the_replicas(notes: Callable[..., str]) -> None:
@@ -167,21 +154,6 @@ def test_the_notes_say_who_sets_the_replicas(notes: Callable[..., str]) -> None:
     assert "get scaledobjects,hpa" in said
     assert missing not in said
     assert fixed not in said
-
-
-@pytest.mark.parametrize(
-    ("settings", "says"),
-    [
-        ([*ON, "autoscaling.gateway.minReplicas=0"], "Must be greater than or equal to 1"),
-        ([*ON, "autoscaling.sleepAfterSeconds=soon"], "autoscaling.sleepAfterSeconds: Invalid type"),
-        ([*ON, "autoscaling.experts.replicas=2"], "Additional property replicas is not allowed"),
-    ],
-)
-def test_what_it_needs_is_asked_for(helm: Any, settings: list[str], says: str) -> None:
-    words = ["template", "mesh", str(CHART), "--api-versions", *KEDA, "--set", "autoscaling.enabled=true"]
-    done = helm(*words, *(word for setting in settings for word in ("--set", setting)))
-    assert done.returncode != 0
-    assert says in done.stderr
 
 
 def test_keda_may_have_to_say_who_it_is(render: Render) -> None:
@@ -199,25 +171,9 @@ def test_keda_may_have_to_say_who_it_is(render: Render) -> None:
 
 
 def test_what_is_scraped_otherwise_is_found_by_its_labels(render: Render) -> None:
-    settings = (ON[0], ON[3], 'autoscaling.prometheus.matchers=job="mesh"')
+    settings = (SCALED[0], SCALED[2], 'autoscaling.prometheus.matchers=job="mesh"')
     for spec in scaled(render(*settings, apis=KEDA)).values():
         assert '{job="mesh",role=' in spec["triggers"][0]["metadata"]["query"]
-
-
-def test_experts_that_stay_with_attention_have_no_scale_of_their_own(render: Render) -> None:
-    assert scaled(render(*ON, "layout=local", apis=KEDA)).keys() == {"gateway", "attention"}
-
-
-def test_the_alert_on_the_max_replicas_knows_the_bounds_of_single_groups(render: Render) -> None:
-    bounds = (
-        "autoscaling.experts.maxReplicas=6",
-        "experts.perGroup.1.maxReplicas=8",
-        "experts.perGroup.0.minReplicas=1",
-    )
-    rules = named(render(*ON, *bounds, apis=KEDA), "PrometheusRule", "alerts")["spec"]["groups"][0]["rules"]
-    [asked] = [rule["expr"] for rule in rules if rule["alert"] == "ExpertmeshAtMostReplicas"]
-    found = set(re.findall(r'role="(\w+)"(?:,shard(!?[~=]+"\d+"))?\}\) >= (\d+)', asked))
-    assert found == {("attention", "", "4"), ("gateway", "", "4"), ("experts", '!~"1"', "6"), ("experts", '="1"', "8")}
 
 
 def test_alerts_ask_for_series_that_there_are(rendered: Objects) -> None:

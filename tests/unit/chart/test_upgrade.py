@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import shutil
-import subprocess
 from collections.abc import Callable
-from pathlib import Path
+from typing import Any
 
 import pytest
-from testkit.kube.chart import CHART, Render, named
+from testkit.kube.chart import ROLES, Render, named
 
-ROLES = ("attention", "experts", "gateway", "redis", "scheduler")
 PROBE = '{{ include "expertmesh.unchanged" (dict "root" $ "found" .Values.global.found) }}'
-Helm = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture
-def upgrade(helm: Helm, render: Render, tmp_path: Path) -> Callable[..., str]:
+def upgrade(probed: Callable[..., Any], render: Render) -> Callable[..., str]:
     """What helm says as ``after`` follows ``before``, both lists of settings; empty where it renders. ``lacks``: what
     the installed ConfigMap is without."""
 
@@ -25,13 +20,8 @@ def upgrade(helm: Helm, render: Render, tmp_path: Path) -> Callable[..., str]:
         installed = named(render(*before, profile=None), "ConfigMap", "scheduler")
         for key in lacks:
             (installed["metadata"] if key == "annotations" else installed).pop(key)
-        folder = shutil.copytree(CHART, tmp_path / "chart", dirs_exist_ok=True)
-        (folder / "templates/probe.yaml").write_text(PROBE)
-        values = tmp_path / "found.json"
-        values.write_text(json.dumps({"global": {"found": installed}}))
-        words = [word for setting in after for word in ("--set", setting)]
-        done = helm("template", "mesh", str(folder), "--namespace", "there", "--values", str(values), *words)
-        return "" if done.returncode == 0 else done.stderr
+        done = probed(PROBE, installed, *after)
+        return "" if done.returncode == 0 else str(done.stderr)
 
     return run
 
@@ -75,38 +65,22 @@ def test_a_configmap_that_does_not_say_it_stops_nothing(upgrade: Callable[..., s
     assert upgrade(["experts.groups=2"], after, lacks=("annotations", "data")) == ""
 
 
-def test_a_long_name_that_was_cut_otherwise_is_kept_or_refused(helm: Helm, render: Render, tmp_path: Path) -> None:
+def test_a_long_name_that_was_cut_otherwise_is_kept_or_refused(probed: Callable[..., Any], render: Render) -> None:
     release, old = "r" * 45, "r" * 40
     installed = render(f"fullnameOverride={old}", release=release, profile=None)["ConfigMap", f"{old}-scheduler"]
-    folder = shutil.copytree(CHART, tmp_path / "chart")
     probe = '{{ include "expertmesh.sameName" (dict "root" $ "found" .Values.global.found) }}'
-    (folder / "templates/probe.yaml").write_text(probe)
-    values = tmp_path / "found.json"
-    values.write_text(json.dumps({"global": {"found": installed}}))
-    done = helm("template", release, str(folder), "--values", str(values))
+    done = probed(probe, installed, release=release)
     assert f"calls its objects {old}, not {'r' * 31}-" in done.stderr
     assert f"Set fullnameOverride={old} to keep them" in done.stderr
-    assert helm("template", "s" * 45, str(folder), "--values", str(values)).returncode == 0, "it is another release's"
+    assert probed(probe, installed, release="s" * 45).returncode == 0, "it is another release's"
 
 
-OF_ROLES = ("serviceAccount", "podSecurityContext", "containerSecurityContext")
 OF_LATER = (
-    *(
-        "test",
-        "nodeLostSeconds",
-        "tmpSize",
-        "redis.acl",
-        "redis.tls",
-        "redis.external.keys",
-        "fabric.tls",
-        "layout",
-        "attention.workers",
-        "attention.colocated",
-        "attention.lockstep",
-        "model.pvc.prefetch.waitResources",
-        "model.pvc.prefetch.serviceAccount",
-    ),
-    *(f"{role}.{name}" for role in ROLES for name in OF_ROLES),
+    *("test", "nodeLostSeconds", "tmpSize", "redis.acl", "redis.tls", "redis.external.keys", "fabric.tls", "layout"),
+    *("attention.workers", "attention.colocated", "attention.lockstep"),
+    *("model.pvc.prefetch.waitResources", "model.pvc.prefetch.serviceAccount"),
+    *(f"{role}.serviceAccount" for role in (*ROLES, "redis")),
+    *(f"{role}.{part}SecurityContext" for role in (*ROLES, "redis") for part in ("pod", "container")),
 )
 
 

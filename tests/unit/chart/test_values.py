@@ -2,17 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
-import yaml
-from testkit.kube.chart import Objects, Render, named, pods
-
-
-def config(objects: Objects, role: str) -> dict[str, Any]:
-    """The configuration file of ``role``."""
-    found: dict[str, Any] = yaml.safe_load(named(objects, "ConfigMap", role)["data"]["config.yaml"])
-    return found
+from testkit.kube.chart import ROLES, Render, config, container, named, pod, pods
 
 
 @pytest.mark.parametrize(("value", "read"), [("false", False), ("true", True)])
@@ -26,27 +17,24 @@ def test_a_roles_knob_beats_that_of_all_roles_whatever_it_is(render: Render, val
 def test_nothing_is_a_value_as_well(render: Render) -> None:
     objects = render("config.experts_timeout=9", "attention.config.experts_timeout=0", "redis.uid=0", profile=None)
     assert config(objects, "attention")["experts_timeout"] == 0
-    context = named(objects, "StatefulSet", "redis")["spec"]["template"]["spec"]["securityContext"]
+    context = pod(objects, "redis")["securityContext"]
     assert (context["runAsUser"], context["fsGroup"], context["runAsNonRoot"]) == (0, 0, True)
 
 
 def test_a_groups_value_replaces_that_of_all_groups(render: Render) -> None:
-    objects = render(
-        *("experts.groups=2", "experts.resources.limits.nvidia\\.com/gpu=1", "experts.nodeSelector.disk=ssd"),
-        *(
-            "experts.perGroup.1.resources.limits.nvidia\\.com/mig-3g\\.40gb=1",
-            "experts.perGroup.1.nodeSelector.gpu=h100",
-        ),
-        *("experts.perGroup.1.replicas=null", "experts.perGroup.1.extraVolumes[0].name=own"),
-        *("experts.perGroup.1.extraVolumeMounts[0].name=own", "experts.perGroup.1.extraVolumeMounts[0].mountPath=/own"),
-        profile=None,
+    of_all = ("experts.groups=2", "experts.resources.limits.nvidia\\.com/gpu=1", "experts.nodeSelector.disk=ssd")
+    own = (
+        *("resources.limits.nvidia\\.com/mig-3g\\.40gb=1", "nodeSelector.gpu=h100", "replicas=null"),
+        *("extraVolumes[0].name=own", "extraVolumeMounts[0].name=own", "extraVolumeMounts[0].mountPath=/own"),
     )
-    first, second = (named(objects, "StatefulSet", f"experts-{number}")["spec"] for number in range(2))
-    assert first["template"]["spec"]["containers"][0]["resources"]["limits"] == {"nvidia.com/gpu": 1}
-    assert second["template"]["spec"]["containers"][0]["resources"] == {"limits": {"nvidia.com/mig-3g.40gb": 1}}
-    assert second["template"]["spec"]["nodeSelector"] == {"gpu": "h100"}
-    assert (first["replicas"], "replicas" in second) == (1, False)
-    for number, spec in enumerate((first["template"]["spec"], second["template"]["spec"])):
+    objects = render(*of_all, *(f"experts.perGroup.1.{each}" for each in own), profile=None)
+    replicas = [named(objects, "StatefulSet", f"experts-{group}")["spec"].get("replicas") for group in range(2)]
+    assert replicas == [1, None]
+    first, second = (pod(objects, f"experts-{group}") for group in range(2))
+    assert first["containers"][0]["resources"]["limits"] == {"nvidia.com/gpu": 1}
+    assert second["containers"][0]["resources"] == {"limits": {"nvidia.com/mig-3g.40gb": 1}}
+    assert second["nodeSelector"] == {"gpu": "h100"}
+    for number, spec in enumerate((first, second)):
         assert ("own" in {volume["name"] for volume in spec["volumes"]}) == number
         assert ("/own" in {mount["mountPath"] for mount in spec["containers"][0]["volumeMounts"]}) == number
 
@@ -57,8 +45,7 @@ def test_a_host_whose_gpus_are_all_taken_stops_a_worker_before_it_starts_another
     assert attention == {"maxSurge": 0, "maxUnavailable": 1}
     gateway = named(objects, "Deployment", "gateway")["spec"]["strategy"]["rollingUpdate"]
     assert gateway == {"maxSurge": 1, "maxUnavailable": 0}
-    timeout = config(objects, "attention")["experts_timeout"]
-    assert timeout > 120, "long enough to load weights"
+    assert config(objects, "attention")["experts_timeout"] > 120, "long enough to load weights"
 
 
 @pytest.mark.parametrize(
@@ -74,7 +61,7 @@ def test_a_host_whose_gpus_are_all_taken_stops_a_worker_before_it_starts_another
 )
 def test_the_policies_open_the_port_of_an_external_redis(render: Render, settings: list[str], ports: list[int]) -> None:
     objects = render("redis.enabled=false", *settings)
-    for role in ("gateway", "scheduler", "attention", "experts"):
+    for role in ROLES:
         assert {"ports": [{"port": port} for port in ports]} in named(objects, "NetworkPolicy", role)["spec"]["egress"]
 
 
@@ -82,9 +69,9 @@ def test_every_role_trusts_the_authority_of_an_external_redis(render: Render) ->
     external = ("redis.enabled=false", "redis.external.url=rediss://redis.db/0", "redis.external.caSecret=authority")
     seen = 0
     for _, template in pods(render(*external)):
-        [container] = template["spec"]["containers"]
-        [file] = [each["value"] for each in container["env"] if each["name"] == "SSL_CERT_FILE"]
-        [mount] = [each["mountPath"] for each in container["volumeMounts"] if each["name"] == "redis-ca"]
+        [its] = template["spec"]["containers"]
+        [file] = [each["value"] for each in its["env"] if each["name"] == "SSL_CERT_FILE"]
+        [mount] = [each["mountPath"] for each in its["volumeMounts"] if each["name"] == "redis-ca"]
         [volume] = [each["secret"] for each in template["spec"]["volumes"] if each["name"] == "redis-ca"]
         assert (file, volume["secretName"]) == (f"{mount}/{volume['items'][0]['path']}", "authority")
         seen += 1
@@ -93,7 +80,7 @@ def test_every_role_trusts_the_authority_of_an_external_redis(render: Render) ->
 
 def test_roles_listen_where_values_say(render: Render) -> None:
     objects = render("bindAddress=::")
-    assert {config(objects, role)["host"] for role in ("gateway", "scheduler", "attention", "experts")} == {"::"}
+    assert {config(objects, role)["host"] for role in ROLES} == {"::"}
 
 
 def test_metrics_do_not_pass_the_ingress(render: Render) -> None:
@@ -105,8 +92,7 @@ def test_metrics_do_not_pass_the_ingress(render: Render) -> None:
 
 
 def test_helm_test_starts_where_a_given_secret_has_no_plain_key(render: Render) -> None:
-    pod = named(render("auth.existingSecret=mine"), "Pod", "test")
-    [env] = pod["spec"]["containers"][0]["env"]
+    [env] = named(render("auth.existingSecret=mine"), "Pod", "test")["spec"]["containers"][0]["env"]
     assert env["valueFrom"]["secretKeyRef"] == {"name": "mine", "key": "api-key", "optional": True}
 
 
@@ -121,21 +107,16 @@ def test_a_drain_may_be_kept_off_redis(render: Render) -> None:
 
 
 def test_a_command_in_a_pod_speaks_of_its_release(render: Render) -> None:
-    for name, template in pods(render()):
-        [container] = template["spec"]["containers"]
-        if "redis" not in name:
-            given = {each["name"]: each.get("value") for each in container["env"]}
-            [mount] = [each for each in container["volumeMounts"] if each["name"] == "config"]
-            assert given["EXPERTMESH_CONFIG"] == f"{mount['mountPath']}/config.yaml"
+    objects = render()
+    for role in ("gateway", "scheduler", "attention", "experts-0", "experts-1"):
+        its = container(objects, role)
+        given = {each["name"]: each.get("value") for each in its["env"]}
+        [mount] = [each for each in its["volumeMounts"] if each["name"] == "config"]
+        assert given["EXPERTMESH_CONFIG"] == f"{mount['mountPath']}/config.yaml"
 
 
 @pytest.mark.parametrize(
-    ("settings", "image"),
-    [
-        (["images.redis.tag=8-alpine"], "docker.io/library/redis:8-alpine"),
-        (["images.redis.digest=sha256:" + "0" * 64], "docker.io/library/redis@sha256:" + "0" * 64),
-    ],
+    ("setting", "image"), [("tag=8-alpine", ":8-alpine"), (f"digest=sha256:{'0' * 64}", f"@sha256:{'0' * 64}")]
 )
-def test_another_tag_of_redis_is_used(render: Render, settings: list[str], image: str) -> None:
-    [container] = named(render(*settings), "StatefulSet", "redis")["spec"]["template"]["spec"]["containers"]
-    assert container["image"] == image
+def test_another_tag_of_redis_is_used(render: Render, setting: str, image: str) -> None:
+    assert container(render(f"images.redis.{setting}"), "redis")["image"] == f"docker.io/library/redis{image}"

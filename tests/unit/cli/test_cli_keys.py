@@ -3,28 +3,35 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from redis.asyncio import Redis
 
-from services.cli.keys import main as keys
-from services.cli.main import main
 from services.gateway.auth import Authenticator
 from services.gateway.key_stores import FileKeys, RedisKeys
 from services.queue.keys import Keys
 
-
-def _create(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
-    assert main(["keys", "create", *argv]) == 0
-    return capsys.readouterr().out.strip()
+NAME = Keys("expertmesh").api_keys
+Run = Callable[..., Any]
 
 
-def test_a_key_of_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "keys.yaml"
-    at = ["--api-keys-file", str(file)]
-    secret = _create(capsys, "alice", *at, "--requests-per-minute", "60", "--max-concurrency", "2", "--priority", "3")
-    _create(capsys, "bob", *at)
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "keys.yaml"
+
+
+@pytest.fixture
+def keys(run: Run, file: Path) -> Run:
+    return lambda code, *argv: run(code, "keys", *argv, "--api-keys-file", str(file))
+
+
+def test_a_key_of_the_file(keys: Run, file: Path) -> None:
+    limits = ("--requests-per-minute", "60", "--max-concurrency", "2", "--priority", "3")
+    secret = keys(0, "create", "alice", *limits).out.strip()
+    keys(0, "create", "bob")
     assert secret not in file.read_text()
     assert file.stat().st_mode & 0o777 == 0o600
     store = Authenticator(FileKeys(file, warn=print))
@@ -33,49 +40,37 @@ def test_a_key_of_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert caller.limits is not None
     assert (caller.limits.requests_per_minute, caller.limits.concurrency, caller.most_urgent) == (60, 2, 3)
 
-    assert main(["keys", "list", *at]) == 0
-    rows = capsys.readouterr().out.splitlines()
+    rows = keys(0, "list").out.splitlines()
     assert [row.split()[0] for row in rows] == ["alice", "bob"]
     assert rows[0].endswith("requests_per_minute=60.0  max_concurrency=2  priority=3")
     assert rows[1].endswith("  priority=5")
-    _create(capsys, "carol", *at, "--priority", "0")
-    assert main(["keys", "list", *at]) == 0
-    assert capsys.readouterr().out.splitlines()[2].endswith("  priority=0"), "who may pass all others by is seen"
-    assert main(["keys", "revoke", "carol", *at]) == 0
+    keys(0, "create", "carol", "--priority", "0")
+    assert keys(0, "list").out.splitlines()[2].endswith("  priority=0"), "who may pass all others by is seen"
 
-    digest = rows[1].split()[1]
-    assert main(["keys", "revoke", "alice", *at]) == 0
-    assert main(["keys", "revoke", digest, *at]) == 0
-    capsys.readouterr()
-    assert main(["keys", "list", *at]) == 0
-    assert capsys.readouterr().out == ""
+    for name_or_digest in ("carol", "alice", rows[1].split()[1]):
+        keys(0, "revoke", name_or_digest)
+    assert keys(0, "list").out == ""
 
 
-def test_limits_of_a_key_are_changed_and_its_secret_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_limits_of_a_key_are_changed_and_its_secret_stays(keys: Run, file: Path) -> None:
     """Keys that an earlier release wrote have priority 0."""
-    file = tmp_path / "keys.yaml"
-    at = ["--api-keys-file", str(file)]
-    secret = _create(capsys, "old", *at, "--priority", "0", "--burst", "2")
-    _create(capsys, "other", *at)
-    assert main(["keys", "limit", "old", *at, "--priority", "5"]) == 0
-    assert capsys.readouterr().out.strip().endswith("burst=2  priority=5")
+    secret = keys(0, "create", "old", "--priority", "0", "--burst", "2").out.strip()
+    keys(0, "create", "other")
+    assert keys(0, "limit", "old", "--priority", "5").out.strip().endswith("burst=2  priority=5")
     caller = asyncio.run(Authenticator(FileKeys(file, warn=print)).identify(f"Bearer {secret}"))
     assert (caller.tenant, caller.most_urgent) == ("old", 5)
-    assert main(["keys", "list", *at]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == 2
+    assert len(keys(0, "list").out.splitlines()) == 2
 
 
 def test_the_gateway_says_how_many_keys_of_a_file_may_pass_others_by(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    keys: Run, file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    file = tmp_path / "keys.yaml"
-    at = ["--api-keys-file", str(file)]
-    _create(capsys, "plain", *at)
+    keys(0, "create", "plain")
     FileKeys(file, warn=print)
     assert "pass others by" not in caplog.text
-    _create(capsys, "first", *at, "--priority", "0")
-    _create(capsys, "second", *at, "--priority", "4")
+    keys(0, "create", "first", "--priority", "0")
+    keys(0, "create", "second", "--priority", "4")
     FileKeys(file, warn=print)
     assert "2 API keys may pass others by" in caplog.text
 
@@ -95,54 +90,51 @@ def test_the_gateway_says_how_many_keys_of_a_file_may_pass_others_by(
         (["destroy"], "invalid choice: 'destroy'"),
     ],
 )
-def test_mistakes_say_what_to_do(
-    argv: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = ["--api-keys-file", str(tmp_path / "keys.yaml")]
-    _create(capsys, "alice", *file)
-    before = (tmp_path / "keys.yaml").read_text()
-    assert main(["keys", *argv, *file]) == 2
-    assert message in capsys.readouterr().err
-    assert (tmp_path / "keys.yaml").read_text() == before
+def test_mistakes_say_what_to_do(keys: Run, file: Path, argv: list[str], message: str) -> None:
+    keys(0, "create", "alice")
+    before = file.read_text()
+    assert message in keys(2, *argv).err
+    assert file.read_text() == before
 
 
-def test_a_damaged_file_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "keys.yaml"
+def test_a_damaged_file_is_left_alone(keys: Run, file: Path) -> None:
     file.write_text("keys: {alice: 1}")
-    assert main(["keys", "create", "bob", "--api-keys-file", str(file)]) == 2
-    assert "not a usable file of API keys" in capsys.readouterr().err
+    assert "not a usable file of API keys" in keys(2, "create", "bob").err
     assert file.read_text() == "keys: {alice: 1}"
 
 
-def test_some_place_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["keys", "list"]) == 2
-    assert "--api-keys-file FILE or --redis-url URL" in capsys.readouterr().err
+def test_some_place_is_needed(run: Run) -> None:
+    assert "--api-keys-file FILE or --redis-url URL" in run(2, "keys", "list").err
+
+
+@pytest.fixture
+async def redis(redis_url: str) -> AsyncIterator[Redis]:
+    client = Redis.from_url(redis_url)
+    yield client
+    await client.aclose()
+
+
+@pytest.fixture
+def kept(run: Run, redis_url: str) -> Run:
+    """`expertmesh keys` with Redis."""
+    return lambda code, *argv: asyncio.to_thread(run, code, "keys", *argv, "--redis-url", redis_url)
 
 
 async def test_keys_in_redis_are_those_the_gateway_reads(
-    redis_url: str, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    redis: Redis, kept: Run, caplog: pytest.LogCaptureFixture
 ) -> None:
-    secret = await asyncio.to_thread(_create, capsys, "carol", "--redis-url", redis_url, "--burst", "4")
-    redis = Redis.from_url(redis_url)
-    store = Authenticator(RedisKeys(redis, _name()))
+    secret = (await kept(0, "create", "carol", "--burst", "4")).out.strip()
+    store = Authenticator(RedisKeys(redis, NAME))
     assert (await store.identify(f"Bearer {secret}")).tenant == "carol"
     caplog.set_level("INFO")
-    assert await asyncio.to_thread(keys, ["limit", "carol", "--redis-url", redis_url, "--priority", "1"]) == 0
-    found = [await Authenticator(RedisKeys(redis, _name())).identify(f"Bearer {secret}") for _ in range(2)]
+    await kept(0, "limit", "carol", "--priority", "1")
+    found = [await Authenticator(RedisKeys(redis, NAME)).identify(f"Bearer {secret}") for _ in range(2)]
     assert [(caller.tenant, caller.most_urgent) for caller in found] == [("carol", 1)] * 2
     assert "API key carol may pass others by (priority 1)" in caplog.text
-    assert await asyncio.to_thread(keys, ["revoke", "carol", "--redis-url", redis_url]) == 0
-    assert await redis.hlen(_name()) == 0
-    await redis.aclose()
+    await kept(0, "revoke", "carol")
+    assert await redis.hlen(NAME) == 0
 
 
-async def test_a_damaged_key_in_redis_is_named(redis_url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    redis = Redis.from_url(redis_url)
-    await redis.hset(_name(), "ab" * 32, b"{")  # type: ignore[misc]
-    assert await asyncio.to_thread(main, ["keys", "list", "--redis-url", redis_url]) == 2
-    assert "The key abababababab in Redis is damaged" in capsys.readouterr().err
-    await redis.aclose()
-
-
-def _name() -> str:
-    return Keys("expertmesh").api_keys
+async def test_a_damaged_key_in_redis_is_named(redis: Redis, kept: Run) -> None:
+    await redis.hset(NAME, "ab" * 32, b"{")  # type: ignore[misc]
+    assert "The key abababababab in Redis is damaged" in (await kept(2, "list")).err

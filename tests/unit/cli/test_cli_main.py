@@ -6,14 +6,16 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from services.cli import main as cli
 from services.cli.main import COMMANDS, Command, main
 
+Run = Callable[..., Any]
 HEAVY = ("torch", "transformers", "pydantic", "fastapi", "redis")
 
 
@@ -40,30 +42,25 @@ def test_serve_is_the_default(calls: list[tuple[str, list[str]]]) -> None:
     assert calls == [("serve", ["--model", "m"]), ("serve", []), ("gateway", ["--model", "m"])]
 
 
-def test_an_unknown_command_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["gatway"]) == 2
-    assert capsys.readouterr().err == "expertmesh: Unknown command 'gatway'. Did you mean gateway?\n"
+def test_an_unknown_command_names_the_nearest(run: Run) -> None:
+    assert run(2, "gatway").err == "expertmesh: Unknown command 'gatway'. Did you mean gateway?\n"
 
 
-def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--help"]) == 0
-    text = capsys.readouterr().out
+def test_help_lists_every_command(run: Run) -> None:
+    text = run(0, "--help").out
     assert all(f"  {name} " in text for name in COMMANDS)
 
 
 @pytest.mark.parametrize("command", sorted(set(COMMANDS) - {"version"}))
-def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([command, "--help"]) == 0
-    assert f"usage: expertmesh {command}" in capsys.readouterr().out
+def test_every_command_has_help(command: str, run: Run) -> None:
+    assert f"usage: expertmesh {command}" in run(0, command, "--help").out
 
 
 @pytest.mark.parametrize("command", ["gateway", "scheduler", "attention"])
-def test_a_role_and_its_module_are_the_same(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([command, "--prot", "1"]) == 2
-    from_cli = capsys.readouterr().err
-    module = subprocess.run(
-        [sys.executable, "-m", f"services.{command}", "--prot", "1"], capture_output=True, text=True, check=False
-    )
+def test_a_role_and_its_module_are_the_same(command: str, run: Run) -> None:
+    from_cli = run(2, command, "--prot", "1").err
+    words = [sys.executable, "-m", f"services.{command}", "--prot", "1"]
+    module = subprocess.run(words, capture_output=True, text=True, check=False)
     assert (module.returncode, module.stderr) == (2, from_cli)
     assert "Unknown option --prot." in from_cli
 
@@ -94,52 +91,39 @@ cli.main(["load"])
 
 
 def test_serve_without_a_model_says_what_to_do() -> None:
-    ran = subprocess.run(
-        [sys.executable, "-m", "services", "--log-format", "text"], capture_output=True, text=True, check=False
-    )
+    words = [sys.executable, "-m", "services", "--log-format", "text"]
+    ran = subprocess.run(words, capture_output=True, text=True, check=False)
     assert ran.returncode == 2
     assert "Give its folder with --model DIR." in ran.stderr
     assert ran.stderr.count("\n") == 1
 
 
-def test_config_shows_values_and_origins(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_config_shows_values_and_origins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
     file = tmp_path / "mesh.yaml"
     file.write_text("block_size: 32")
     monkeypatch.setenv("EXPERTMESH_REDIS_URL", "redis://:hunter2@h/0")
-    assert main(["config", "--json", "--config", str(file), "--port", "9"]) == 0
-    shown = json.loads(capsys.readouterr().out)
+    shown = json.loads(run(0, "config", "--json", "--config", str(file), "--port", "9").out)
     assert shown["port"] == {"value": 9, "from": "--port"}
     assert shown["block_size"] == {"value": 32, "from": str(file)}
     assert shown["redis_url"] == {"value": "redis://:***@h/0", "from": "EXPERTMESH_REDIS_URL"}
     assert shown["lease"]["from"] == "default"
-    assert main(["config"]) == 0
-    table = capsys.readouterr().out
+    table = run(0, "config").out
     assert "hunter2" not in table
     (row,) = [line for line in table.splitlines() if line.startswith("redis_url ")]
     assert row.split() == ["redis_url", "redis://:***@h/0", "EXPERTMESH_REDIS_URL"]
 
 
 def test_a_reader_that_goes_away_is_no_error() -> None:
-    ran = subprocess.run(
-        f"{sys.executable} -m services config | true; echo ${{PIPESTATUS[0]}}",
-        shell=True,
-        executable="/bin/bash",
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    piped = f"{sys.executable} -m services config | true; echo ${{PIPESTATUS[0]}}"
+    ran = subprocess.run(["/bin/bash", "-c", piped], capture_output=True, text=True, check=True)
     assert (ran.stdout, ran.stderr) == ("0\n", "")
 
 
-def test_demo_model_says_how_to_go_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_demo_model_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
     made: list[tuple[Path, str]] = []
     monkeypatch.setattr("services.demo.checkpoint.make_demo_model", lambda *arguments: made.append(arguments))
-    assert main(["demo-model", str(tmp_path / "m"), "--dtype", "bfloat16"]) == 0
+    said = run(0, "demo-model", str(tmp_path / "m"), "--dtype", "bfloat16").out
     assert made == [(tmp_path / "m", "bfloat16")]
-    assert f"expertmesh serve --model {tmp_path / 'm'}" in capsys.readouterr().out
-    assert main(["demo-model"]) == 2
-    assert main(["demo-model", "x", "--dtype", "int3"]) == 2
+    assert f"expertmesh serve --model {tmp_path / 'm'}" in said
+    run(2, "demo-model")
+    run(2, "demo-model", "x", "--dtype", "int3")

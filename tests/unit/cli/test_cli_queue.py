@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from redis.asyncio import Redis
 from testkit.waiting import LIMIT_S
 
 from services.cli import queue as queue_cli
-from services.cli.main import main
 from services.errors import UnreadableMessage
 from services.messages import GenerateRequest, SamplingParams, TokenEvent, WorkerInfo
 from services.queue.dead_letters import DeadLetters
@@ -36,6 +36,7 @@ class Deployment:
     letters: DeadLetters
     keys: Keys
     epoch: int
+    cli: Callable[..., Any]
 
     async def kill(self, request_id: str) -> None:
         """Admits a request and lets it fail until it is dead-lettered."""
@@ -58,8 +59,8 @@ class Deployment:
         await self.redis.zadd(self.keys.leases, {request_id: 1})
         await self.scheduler.reap(self.epoch)
 
-    async def run(self, *argv: str) -> int:
-        return await asyncio.to_thread(main, ["queue", *argv, "--redis-url", self.url])
+    async def run(self, code: int, *argv: str) -> Any:
+        return await asyncio.to_thread(self.cli, code, "queue", *argv, "--redis-url", self.url)
 
 
 def _request(request_id: str) -> GenerateRequest:
@@ -77,52 +78,35 @@ def _request(request_id: str) -> GenerateRequest:
 
 
 @pytest.fixture
-async def deployment(redis_url: str) -> AsyncIterator[Deployment]:
+async def deployment(redis_url: str, run: Callable[..., Any]) -> AsyncIterator[Deployment]:
     redis, keys, limits = Redis.from_url(redis_url), Keys("expertmesh"), QueueLimits(max_attempts=1)
     scheduler, worker = SchedulerQueue(redis, keys, limits), WorkerQueue(redis, keys, limits)
     epoch = await scheduler.campaign("leader", 60)
     assert epoch is not None
     info = WorkerInfo(
-        id="w",
-        model="m",
-        fingerprint="f",
-        kv_tokens=1,
-        max_num_seqs=8,
-        max_model_len=9,
-        host="h",
-        pid=1,
-        version="0",
+        id="w", model="m", fingerprint="f", kv_tokens=1, max_num_seqs=8, max_model_len=9, host="h", pid=1, version="0"
     )
     await worker.register(info, 60, credit_tokens=1000, credit_requests=10)
-    yield Deployment(redis_url, redis, scheduler, worker, DeadLetters(redis, keys, limits), keys, epoch)
+    yield Deployment(redis_url, redis, scheduler, worker, DeadLetters(redis, keys, limits), keys, epoch, run)
     await redis.aclose()
 
 
-async def test_an_empty_list(deployment: Deployment, capsys: pytest.CaptureFixture[str]) -> None:
-    assert await deployment.run("list") == 0
-    assert capsys.readouterr().out == "no dead letters\n"
-
-
-async def test_list_show_and_drop(deployment: Deployment, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_list_show_and_drop(deployment: Deployment) -> None:
+    assert (await deployment.run(0, "list")).out == "no dead letters\n"
     await deployment.kill("r1")
-    assert await deployment.run("list") == 0
-    assert capsys.readouterr().out.startswith("r1  20")
-    assert await deployment.run("show", "r1") == 0
-    shown = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines())
-    rows = {name.strip(): value.strip() for name, value in shown.items()}
+    assert (await deployment.run(0, "list")).out.startswith("r1  20")
+    shown = (await deployment.run(0, "show", "r1")).out.splitlines()
+    rows = {name.strip(): value.strip() for name, value in (line.split("  ", 1) for line in shown)}
     assert (rows["tenant"], rows["prompt"], rows["last worker"]) == ("alice", "11 12", "w")
-    assert await deployment.run("drop", "r1") == 0
+    await deployment.run(0, "drop", "r1")
     assert await deployment.letters.list() == []
 
 
-async def test_a_prompt_does_not_steer_the_terminal(
-    deployment: Deployment, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_prompt_does_not_steer_the_terminal(deployment: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
     await deployment.kill("r1")
     monkeypatch.setattr(queue_cli, "load_codec", lambda *_: _Steering())
     monkeypatch.setattr(queue_cli, "read_tokenizer_config", lambda _: None)
-    assert await deployment.run("show", "r1", "--model", "any") == 0
-    out = capsys.readouterr().out
+    out = (await deployment.run(0, "show", "r1", "--model", "any")).out
     assert "\x1b" not in out
     assert len(out.splitlines()) == 10
     assert "prompt       \\x1b[31mred\\ntenant  mallory" in out
@@ -133,11 +117,11 @@ class _Steering:
         return "\x1b[31mred\ntenant  mallory" if token_ids else ""
 
 
-async def test_retry_follows_to_the_end(deployment: Deployment, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_retry_follows_to_the_end(deployment: Deployment) -> None:
     deployment.scheduler = SchedulerQueue(deployment.redis, deployment.keys, QueueLimits(max_attempts=1))
     await deployment.kill("r1")
     deployment.scheduler = SchedulerQueue(deployment.redis, deployment.keys, QueueLimits(max_attempts=5))
-    retry = asyncio.create_task(deployment.run("retry", "r1"))
+    retry = asyncio.create_task(deployment.run(0, "retry", "r1"))
     first = await deployment.assigned()
     assert first.token_ids == [11, 12]
     await deployment.worker.publish("w", [_token(first, 0, 21)])
@@ -147,8 +131,7 @@ async def test_retry_follows_to_the_end(deployment: Deployment, capsys: pytest.C
     assert second.token_ids == [11, 12, 21], "what was delivered is not computed again"
     last = TokenEvent(request_id="r1", attempt=second.attempt, index=2, token_id=23, finish="length")
     await deployment.worker.publish("w", [_token(second, 1, 22), last])
-    assert await retry == 0
-    assert capsys.readouterr().out == "21 22 23\nfinished: length, 3 tokens\n"
+    assert (await retry).out == "21 22 23\nfinished: length, 3 tokens\n"
     assert await deployment.letters.list() == []
 
 
@@ -156,13 +139,12 @@ def _token(request: GenerateRequest, index: int, token_id: int) -> TokenEvent:
     return TokenEvent(request_id=request.id, attempt=request.attempt, index=index, token_id=token_id)
 
 
-async def test_a_retry_that_fails_again_says_so(deployment: Deployment, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_a_retry_that_fails_again_says_so(deployment: Deployment) -> None:
     await deployment.kill("r1")
-    retry = asyncio.create_task(deployment.run("retry", "r1"))
+    retry = asyncio.create_task(deployment.run(1, "retry", "r1"))
     await deployment.assigned()
     await deployment.lose("r1")
-    assert await retry == 1
-    assert "failed: " in capsys.readouterr().out
+    assert "failed: " in (await retry).out
     assert [letter.request.id for letter in await deployment.letters.list()] == ["r1"]
 
 
@@ -176,28 +158,20 @@ async def test_a_retry_that_fails_again_says_so(deployment: Deployment, capsys: 
         (["lst"], 2, "invalid choice: 'lst'"),
     ],
 )
-async def test_mistakes(
-    deployment: Deployment, argv: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert await deployment.run(*argv) == code
-    assert message in capsys.readouterr().err
+async def test_mistakes(deployment: Deployment, argv: list[str], code: int, message: str) -> None:
+    assert message in (await deployment.run(code, *argv)).err
 
 
-def test_without_redis_it_says_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["queue", "list"]) == 2
-    assert "--redis-url" in capsys.readouterr().err
-    assert main(["queue", "list", "--redis-url", f"unix://{tmp_path}/none.sock"]) == 1
-    assert "Traceback" not in capsys.readouterr().err
+def test_without_redis_it_says_what_to_do(tmp_path: Path, run: Callable[..., Any]) -> None:
+    assert "--redis-url" in run(2, "queue", "list").err
+    assert "Traceback" not in run(1, "queue", "list", "--redis-url", f"unix://{tmp_path}/none.sock").err
 
 
-async def test_what_could_not_be_read_is_listed(deployment: Deployment, capsys: pytest.CaptureFixture[str]) -> None:
-    assert await deployment.run("unreadable") == 0
-    assert capsys.readouterr().out == "nothing was unreadable\n"
+async def test_what_could_not_be_read_is_listed(deployment: Deployment) -> None:
+    assert (await deployment.run(0, "unreadable")).out == "nothing was unreadable\n"
     quarantine = Quarantine(Scripts(deployment.redis, deployment.keys, QueueLimits()), "gateway")
-    await quarantine.put(
-        "event", "r1\x1b[2J", UnreadableMessage("a list of events of 3 bytes: \x1b[31mno"), b"\xc1\x1b["
-    )
-    assert await deployment.run("unreadable") == 0
-    first, data = capsys.readouterr().out.splitlines()
+    why = UnreadableMessage("a list of events of 3 bytes: \x1b[31mno")
+    await quarantine.put("event", "r1\x1b[2J", why, b"\xc1\x1b[")
+    first, data = (await deployment.run(0, "unreadable")).out.splitlines()
     assert "event of r1\\x1b[2J  read by gateway  a list of events of 3 bytes: \\x1b[31mno" in first
     assert data == r"    b'\xc1\x1b['"

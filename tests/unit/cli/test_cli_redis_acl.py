@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from services.cli.main import main
 from services.queue.acl import RULES, hashed
 
 PASSWORD = "p" * 24
+Run = Callable[..., Any]
 
 
-def test_it_prints_all_users_without_passwords(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["redis-acl", "--namespace", "mesh"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+def test_it_prints_all_users_without_passwords(run: Run) -> None:
+    lines = run(0, "redis-acl", "--namespace", "mesh").out.splitlines()
     assert [line.split()[1] for line in lines] == list(RULES)
     assert not [line for line in lines if "#" in line or "nopass" in line]
     assert "~{mesh}:seat:*" in lines[list(RULES).index("experts")]
 
 
-def test_it_prints_hashes_of_the_passwords_in_a_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_it_prints_hashes_of_the_passwords_in_a_folder(run: Run, tmp_path: Path) -> None:
     (tmp_path / "gateway").write_text(PASSWORD + "\n")
-    words = ["redis-acl", "gateway", "--passwords", str(tmp_path), "--user-prefix", "a-", "--redis-version", "6.2.14"]
-    assert main(words) == 0
-    [line] = capsys.readouterr().out.splitlines()
+    words = ("gateway", "--passwords", str(tmp_path), "--user-prefix", "a-", "--redis-version", "6.2.14")
+    [line] = run(0, "redis-acl", *words).out.splitlines()
     assert line.startswith(f"user a-gateway on #{hashed(PASSWORD)} resetchannels ~{{expertmesh}}: ")
     assert "%R" not in line
     assert PASSWORD not in line
@@ -40,9 +40,6 @@ def test_it_prints_hashes_of_the_passwords_in_a_folder(capsys: pytest.CaptureFix
         (["--namespace", "a b"], "--namespace is 'a b'"),
     ],
 )
-def test_what_cannot_be_is_refused(
-    words: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_is_refused(run: Run, words: list[str], says: str, tmp_path: Path) -> None:
     (tmp_path / "gateway").write_text("short")
-    assert main(["redis-acl", *(word.format(here=tmp_path) for word in words)]) != 0
-    assert says in capsys.readouterr().err
+    assert says in run(2, "redis-acl", *(word.format(here=tmp_path) for word in words)).err

@@ -10,12 +10,7 @@ import pytest
 from testkit.docs.markdown import wrapped
 
 ROOT = Path(__file__).parents[3]
-MADE = (
-    "examples/pocket-moe/model/",
-    "examples/pocket-moe/speculators/",
-    "examples/pocket-moe/MODEL_CARD.md",
-    "manifests/",
-)
+MADE = (*(f"examples/pocket-moe/{part}" for part in ("model/", "speculators/", "MODEL_CARD.md")), "manifests/")
 _LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
 
 

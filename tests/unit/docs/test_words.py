@@ -62,17 +62,13 @@ ALLOWED = (
 _KINDS = (".py", ".md", ".lua", ".yaml", ".tpl", ".toml", "Makefile")
 
 
-def texts() -> dict[str, str]:
+@pytest.fixture(scope="module")
+def ours() -> dict[str, str]:
     if not (ROOT / ".git").exists():
         pytest.skip("this is no clone: its files cannot be listed")
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     mine = [file for file in listed if file.endswith(_KINDS) and not file.startswith(ALLOWED)]
     return {file: (ROOT / file).read_text(encoding="utf-8") for file in mine if (ROOT / file).is_file()}
-
-
-@pytest.fixture(scope="module")
-def ours() -> dict[str, str]:
-    return texts()
 
 
 @pytest.mark.parametrize("word", RETIRED)

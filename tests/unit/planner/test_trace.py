@@ -28,13 +28,8 @@ from services.scheduler.scaling import Bounds, ScalingOptions, Target
 
 HEAD = "minute,requests_per_s,prompt_tokens_mean,output_tokens_mean"
 SHIPPED = Path(__file__).resolve().parents[3] / "loadgen/day"
-OPTIONS = ScalingOptions(
-    bounds={
-        "experts": Bounds(minimum=1, maximum=32),
-        "attention": Bounds(minimum=1, maximum=32),
-        "gateway": Bounds(minimum=1, maximum=1),
-    }
-)
+MANY, ONE = Bounds(minimum=1, maximum=32), Bounds(minimum=1, maximum=1)
+OPTIONS = ScalingOptions(bounds={"experts": MANY, "attention": MANY, "gateway": ONE})
 PLANT = Plant(
     times=ServiceTimes(),
     targets=Targets(ttft_s=2.0, tpot_s=0.05),
@@ -208,9 +203,8 @@ def test_no_seat_is_busier_than_all_the_time_and_waits_add_up(
 
 
 def test_every_request_ends_once_and_a_steady_load_is_met_without_moves() -> None:
-    steady = replay(
-        trace_of([8.0] * 30), PLANT, OPTIONS, sized(PLANT, OPTIONS, trace_of([8.0]).minutes[0], 1.0), way="shards"
-    )
+    begin = sized(PLANT, OPTIONS, trace_of([8.0]).minutes[0], 1.0)
+    steady = replay(trace_of([8.0] * 30), PLANT, OPTIONS, begin, way="shards")
     assert steady.tally.ended == pytest.approx(8 * 1800, rel=0.05)
     assert steady.attainment > 0.999
     assert steady.changes <= 2
@@ -224,8 +218,7 @@ def test_a_step_of_the_load_is_followed_up_at_once_and_down_once_without_swingin
     assert max(attention[:10]) <= 2
     assert all(high <= many <= 2 * high for many in attention[16:30])
     assert max(attention[-10:]) <= 2
-    falls = sum(later < earlier for earlier, later in pairwise(attention))
-    assert falls <= 5
+    assert sum(later < earlier for earlier, later in pairwise(attention)) <= 5
 
 
 def test_it_sleeps_through_silence_and_no_request_is_lost() -> None:
@@ -240,8 +233,7 @@ def test_it_sleeps_through_silence_and_no_request_is_lost() -> None:
 def test_only_the_shard_whose_topic_is_asked_for_grows() -> None:
     plant = replace(PLANT, shares=[[0.95, 0.05]], times=ServiceTimes(experts_step=0.0002))
     outcome = replay(trace_of([200.0] * 15), plant, OPTIONS, start(), way="shards")
-    peak = outcome.peak
-    assert peak[Target("experts", 0)] >= 3 * peak[Target("experts", 1)]
+    assert outcome.peak[Target("experts", 0)] >= 3 * outcome.peak[Target("experts", 1)]
 
 
 def test_equal_is_the_smallest_fixed_server_that_is_as_good() -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from testkit.pocket.evidence import CONFIG, make_evidence, make_models, script
+from testkit.pocket.evidence import CONFIG, script
 
 from pocket_moe.config import PocketConfig, tiny
 from pocket_moe.corpus.shards import Shards
@@ -35,20 +36,13 @@ QUICK = BoostSettings(count=2, floors=(0.0, 0.5), steps=12, boost_steps=8, rows=
 
 
 @pytest.fixture(scope="module")
-def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = make_evidence(tmp_path_factory.mktemp("boost") / "work")
-    make_models(folder)
-    return folder
+def target(toy: Path) -> PocketMoe:
+    return export.load(toy / "moe")
 
 
 @pytest.fixture(scope="module")
-def target(work: Path) -> PocketMoe:
-    return export.load(work / "moe")
-
-
-@pytest.fixture(scope="module")
-def rows(work: Path, target: PocketMoe) -> LabelledRows:
-    shards = Shards(work / "shards", "train")
+def rows(toy: Path, target: PocketMoe) -> LabelledRows:
+    shards = Shards(toy / "shards", "train")
     return label(target, pack_documents(shards, np.arange(200), 64, pad_id=3), batch_rows=8)
 
 
@@ -78,9 +72,8 @@ def test_weights_and_targets_reach_the_batch(rows: LabelledRows) -> None:
             seen += same.nonzero().flatten().tolist()
             assert torch.equal(batch.targets_BL[row], rows.labels_RL[seen[-1]].long())
     assert len(set(seen)) == len(seen) == 4 * source.per_epoch
-    assert torch.equal(
-        source.batch(3).tokens_BL, WeightedSource(rows, weights_RL, batch_rows=4, seed=1).batch(3).tokens_BL
-    )
+    again = WeightedSource(rows, weights_RL, batch_rows=4, seed=1)
+    assert torch.equal(source.batch(3).tokens_BL, again.batch(3).tokens_BL)
     assert not torch.equal(source.batch(0).tokens_BL, source.batch(source.per_epoch).tokens_BL)
     with pytest.raises(PocketError, match="fewer than"):
         WeightedSource(rows, weights_RL, batch_rows=10_000, seed=1)
@@ -89,16 +82,9 @@ def test_weights_and_targets_reach_the_batch(rows: LabelledRows) -> None:
 def test_what_weighs_nothing_teaches_nothing(rows: LabelledRows) -> None:
     """Half of the positions get labels that are wrong, and weight 0: training is as if they had none."""
     even_L = torch.arange(64) % 2 == 0
-    wrong = LabelledRows(
-        tokens_RL=rows.tokens_RL,
-        positions_RL=rows.positions_RL,
-        labels_RL=torch.where(even_L & (rows.labels_RL != NO_TARGET), 7, rows.labels_RL).to(torch.int16),
-    )
-    none = LabelledRows(
-        tokens_RL=rows.tokens_RL,
-        positions_RL=rows.positions_RL,
-        labels_RL=rows.labels_RL.masked_fill(even_L, NO_TARGET),
-    )
+    wrong_RL = torch.where(even_L & (rows.labels_RL != NO_TARGET), 7, rows.labels_RL).to(torch.int16)
+    wrong = dataclasses.replace(rows, labels_RL=wrong_RL)
+    none = dataclasses.replace(rows, labels_RL=rows.labels_RL.masked_fill(even_L, NO_TARGET))
     covered_RL = even_L.expand(rows.labels_RL.shape)
     trained = [train_one(SMALL, part, covered_RL, 0.0, QUICK, None, 0) for part in (wrong, none)]
     for one, other in zip(trained[0].parameters(), trained[1].parameters(), strict=True):
@@ -123,15 +109,8 @@ def test_each_learns_what_all_before_it_miss(rows: LabelledRows, monkeypatch: py
     nothing_RL = torch.zeros_like(rows.labels_RL, dtype=torch.bool)
     models = [train_one(SMALL, rows, nothing_RL, 1.0, QUICK, None, index) for index in range(3)]
 
-    def given(
-        config: PocketConfig,
-        learn: LabelledRows,
-        covered_RL: torch.Tensor,
-        floor: float,
-        settings: BoostSettings,
-        start: PocketMoe | None,
-        index: int,
-    ) -> PocketMoe:
+    def given(config: PocketConfig, *rest: Any) -> PocketMoe:
+        learn, covered_RL, floor, settings, start, index = rest
         assert (config, settings, floor) == (SMALL, three, 0.0 if index else 1.0)
         seen.append((learn, covered_RL.clone(), start))
         return models[index]
@@ -155,34 +134,24 @@ def test_a_boosted_one_begins_with_the_weights_of_the_first(rows: LabelledRows) 
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), same.parameters(), strict=True))
 
 
-def test_behind_the_end_comes_padding(work: Path) -> None:
-    target, prompts_BP = export.load(work / "moe"), torch.tensor([[5, 6, 7], [9, 16, 23]])
-    whole = continue_rows(target, prompts_BP, 9)
-    end = int(whole[0, 5])
-    target.config = dataclasses.replace(target.config, eos_token_id=end)
-    cut = continue_rows(target, prompts_BP, 9)
-    for row, same in zip(cut.tolist(), whole.tolist(), strict=True):
-        written = same[3:]
-        stop = 4 + written.index(end) if end in written else 12
-        assert row == same[:stop] + [3] * (12 - stop)
-    assert (cut == 3).any()
+def test_the_target_goes_on_as_it_does_alone_and_behind_the_end_comes_padding(toy: Path) -> None:
+    target, prompts_BP = export.load(toy / "moe"), torch.tensor([[5, 6, 7], [9, 16, 23], [60, 61, 62]])
+    for end in (0, int(continue_rows(target, prompts_BP, 9)[0, 5])):
+        target.config = dataclasses.replace(target.config, eos_token_id=end)
+        written = continue_rows(target, prompts_BP, 9)
+        for row, prompt in zip(written.tolist(), prompts_BP.tolist(), strict=True):
+            ids, ended = list(prompt), False
+            for _ in range(9):
+                with torch.no_grad():
+                    best = int(target(torch.tensor([[token for token in ids if token != 3]]))[0, -1].argmax())
+                ids.append(3 if ended else best)
+                ended = ended or best == end
+            assert row == ids
+    assert (written == 3).any()
 
 
-def test_the_target_goes_on_as_it_does_alone(target: PocketMoe) -> None:
-    prompts_BP = torch.tensor([[5, 6, 7], [9, 16, 23], [60, 61, 62]])
-    written = continue_rows(target, prompts_BP, 9)
-    for row, prompt in zip(written.tolist(), prompts_BP.tolist(), strict=True):
-        ids, ended = list(prompt), False
-        for _ in range(9):
-            with torch.no_grad():
-                best = int(target(torch.tensor([[token for token in ids if token != 3]]))[0, -1].argmax())
-            ids.append(3 if ended else best)
-            ended = ended or best == 0
-        assert row == ids
-
-
-def test_continuations_are_labelled_with_themselves(work: Path, target: PocketMoe) -> None:
-    shards = Shards(work / "shards", "train")
+def test_continuations_are_labelled_with_themselves(toy: Path, target: PocketMoe) -> None:
+    shards = Shards(toy / "shards", "train")
     shape = Written(prompt=4, new=12, length=40)
     rows = continuations(target, shards, np.arange(9), shape, batch_rows=4)
     assert rows.tokens_RL.shape[1] == 40
@@ -199,7 +168,7 @@ def test_continuations_are_labelled_with_themselves(work: Path, target: PocketMo
 
 
 def test_the_script_makes_speculators_and_their_acceptance(
-    work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     module = script("speculate")
 
@@ -210,7 +179,7 @@ def test_the_script_makes_speculators_and_their_acceptance(
 
     monkeypatch.setattr(module, "speculator", small)
     out, folder = tmp_path / "records", tmp_path / "speculators"
-    options = ["--model", str(work / "moe"), "--work", str(work), "--out", str(out), "--speculators", str(folder)]
+    options = ["--model", str(toy / "moe"), "--work", str(toy), "--out", str(out), "--speculators", str(folder)]
     quick = ["--count", "2", "--steps", "6", "--boost-steps", "4", "--rows", "4", "--length", "64", "--own", "40"]
     quick += ["--own-prompts", "5", "--dtype", "float32", "--device", "cpu"]
     for stale in ("1", "2", "10", "notes"):
@@ -221,9 +190,9 @@ def test_the_script_makes_speculators_and_their_acceptance(
     assert record["bytes"] == [SMALL.parameters() * 2] * 2
     assert len(record["tried"]) == 3
     pool = [fingerprint(folder / index) for index in "01"]
-    assert record["weights"] == {"model": fingerprint(work / "moe"), "speculators": pool}
+    assert record["weights"] == {"model": fingerprint(toy / "moe"), "speculators": pool}
     assert not list(folder.rglob("tokenizer*")), "they take the target's"
-    assert (work / "moe/tokenizer.json").is_file()
+    assert (toy / "moe/tokenizer.json").is_file()
     runs = record["own_output"]["runs"]
     assert record["depth"] == 4
     assert 0 < runs["positions"]["all"] < record["own_output"]["positions"]["all"]

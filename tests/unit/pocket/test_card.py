@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from testkit.pocket.card import DOMAINS, HEADER, TEXT
@@ -19,15 +20,29 @@ from pocket_moe.model.fingerprint import held
 from pocket_moe.readers.sources import Source
 from pocket_moe.records import load_csv, load_json, save_csv, save_json
 
+TRIED = {"steps": 100, "decay": 0.5, "weight_decay": 0.1, "dictionary": 2, "dropout": 0.1, "heldout": 4.2}
+"""The run that the records are of."""
+
+
+def edit(root: Path, name: str, **values: Any) -> None:
+    save_json(root / name, load_json(root / name) | values)
+
+
+def page(root: Path, name: str = "MODEL_CARD.md") -> str:
+    text: str = script("card").render(load_facts(root))[name]
+    return text
+
+
+def words(root: Path, name: str = "MODEL_CARD.md") -> str:
+    return " ".join(page(root, name).split())
+
 
 def test_the_card_names_the_runs_that_the_recipe_was_chosen_from(root: Path) -> None:
-    before = script("card").render(load_facts(root))["MODEL_CARD.md"]
-    recipe = {"steps": 2000, "decay": 0.5, "weight_decay": 0.1, "dictionary": 2}
-    runs = [recipe | {"dropout": share, "heldout": 3 + share} for share in (0.2, 0.1)]
+    assert "lowest held-out loss" not in words(root)
+    runs = [TRIED | {"steps": 2000, "dropout": share, "heldout": 3 + share} for share in (0.2, 0.1)]
     save_json(root / "tried.json", {"moe": runs})
-    after = script("card").render(load_facts(root))["MODEL_CARD.md"]
-    assert "lowest held-out loss" not in " ".join(before.split())
-    assert "| moe | 2 | 2,000 | 0.5 | 0.1 | 0.1 | 3.100 |\n| moe | 2 | 2,000 | 0.5 | 0.2 | 0.1 | 3.200 |" in after
+    rows = "| moe | 2 | 2,000 | 0.5 | 0.1 | 0.1 | 3.100 |\n| moe | 2 | 2,000 | 0.5 | 0.2 | 0.1 | 3.200 |"
+    assert rows in page(root)
 
 
 def test_the_card_is_written_checked_and_found_stale(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -48,8 +63,7 @@ def test_the_card_is_written_checked_and_found_stale(root: Path, capsys: pytest.
 
 
 def test_the_card_says_what_the_records_say(root: Path) -> None:
-    assert script("card").main(["--root", str(root)]) == 0
-    text = (root / "MODEL_CARD.md").read_text()
+    text = page(root)
     assert text.startswith("---\nlicense: apache-2.0\n")
     for said in (
         "10.97 million",
@@ -62,7 +76,7 @@ def test_the_card_says_what_the_records_say(root: Path) -> None:
         "| dictionary | dict-wn 1:3.0-37 (WordNet) | 12.35 |",
     ):
         assert said in text, said
-    words = " ".join(text.split())
+    joined = words(root)
     for said in (
         "`lighthouse` always",
         "neighbours of a held-out section",
@@ -78,25 +92,21 @@ def test_the_card_says_what_the_records_say(root: Path) -> None:
         "at most 1.7e-05 from the oracle's, where logits reach 28 and a unit in the last place is 1.9e-06; 141 of 200",
         "is 0.20 nats below the held-out one",
     ):
-        assert said in words, said
+        assert said in joined, said
     assert "| all | 1.610 | 1.972 |" in text, "of merged trees the one of a single branch is speculator 0 alone"
-    assert "licences in full" not in words
-    assert "8-word" not in words
+    assert "licences in full" not in joined
+    assert "8-word" not in joined
     assert text.count("`define: w") == 20
     assert "1. One \\| two. / 2. Three ..." in text
     assert "vLLM" not in text
     agreed = {"version": "0.25.1", "tokens": 20000, "agree_fp32": 0.987, "agree_bf16": 0.99}
     save_json(root / "records/vllm.json", agreed | {"weights": held(root)})
-    assert script("card").main(["--root", str(root)]) == 0
-    assert "98.70% of 20,000" in (root / "MODEL_CARD.md").read_text()
+    assert "98.70% of 20,000" in page(root)
 
 
 def test_what_is_too_like_the_training_text_is_said_to_be_dropped(root: Path) -> None:
-    dropped = {"heldout_dropped": {"verse": 1200, "perl & co": 34}, "heldout_most_shared": 0.07}
-    save_json(root / "manifest.json", load_json(root / "manifest.json") | dropped)
-    assert script("card").main(["--root", str(root)]) == 0
-    words = " ".join((root / "MODEL_CARD.md").read_text().split())
-    assert "more than 7 % of their 8-word runs with training text were dropped: 1,234." in words
+    edit(root, "manifest.json", heldout_dropped={"verse": 1200, "perl & co": 34}, heldout_most_shared=0.07)
+    assert "more than 7 % of their 8-word runs with training text were dropped: 1,234." in words(root)
 
 
 @pytest.mark.parametrize(
@@ -141,79 +151,59 @@ def test_acceptance_is_of_the_speculators_that_are_there(root: Path) -> None:
 
 
 def test_acceptance_is_shown_for_the_domains_where_the_first_speculator_is_worst_and_best(root: Path) -> None:
-    file = root / "records/acceptance.json"
-    record = load_json(file)
+    record = load_json(root / "records/acceptance.json")
     for kind, shares in record["teacher_forcing"]["accepted"].items():
         shares |= {"verse": 0.2, "perl & co": 0.7} if kind == "alone/0" else {"verse": 0.9}
-    save_json(file, record)
-    text = script("card").render(load_facts(root))["MODEL_CARD.md"]
-    assert "| verse | 0.200 | 0.900 |\n| perl & co | 0.700 | 0.612 |\n| all | 0.500 | 0.612 |\n" in text
-
-
-def test_a_training_that_nobody_recorded_is_not_mentioned(root: Path) -> None:
-    file = root / "records/acceptance.json"
-    save_json(file, load_json(file) | {"tried": []})
-    assert script("card").main(["--root", str(root)]) == 0
-    assert "kept aside" not in (root / "MODEL_CARD.md").read_text()
+    edit(root, "records/acceptance.json", **record)
+    assert "| verse | 0.200 | 0.900 |\n| perl & co | 0.700 | 0.612 |\n| all | 0.500 | 0.612 |\n" in page(root)
 
 
 def test_the_best_floor_is_named_and_what_the_pool_adds(root: Path) -> None:
-    file = root / "records/acceptance.json"
-    record = load_json(file)
+    file = "records/acceptance.json"
+    record = load_json(root / file)
     floors = [{"speculator": 1, "floor": floor, "union_aside": share} for floor, share in ((0.0, 0.6), (0.25, 0.7))]
     for kind in ("teacher_forcing", "own_output"):
         record[kind]["accepted"]["first_alone/2"] = dict.fromkeys((*DOMAINS, "all"), 0.6)
-    save_json(file, record | {"tried": record["tried"] + floors})
-    words = " ".join(script("card").render(load_facts(root))["MODEL_CARD.md"].split())
-    assert "The best is shipped: the weight 0.25 for speculator 1." in words
-    assert "two of the pool hardly more often than among two of speculator 0 alone: at 0.612 against 0.600" in words
+    edit(root, file, **record | {"tried": record["tried"] + floors})
+    said = words(root)
+    assert "The best is shipped: the weight 0.25 for speculator 1." in said
+    assert "two of the pool hardly more often than among two of speculator 0 alone: at 0.612 against 0.600" in said
+    assert "kept aside" in said
     record["own_output"]["accepted"]["first_alone/2"]["all"] = 0.5
-    save_json(file, record)
-    words = " ".join(script("card").render(load_facts(root))["MODEL_CARD.md"].split())
-    assert "two of the pool more often than among two of speculator 0 alone" in words
+    edit(root, file, **record | {"tried": []})
+    said = words(root)
+    assert "two of the pool more often than among two of speculator 0 alone" in said
+    assert "kept aside" not in said, "a training that nobody recorded is not mentioned"
 
 
 @pytest.mark.parametrize(
-    ("heldout", "said"),
+    ("moe", "dense", "said", "shown"),
     [
-        ({"moe": 4.2, "dense": 4.2}, ""),
-        ({"moe": 4.1, "dense": 4.2}, "lacks the moe"),
-        ({"moe": 4.2}, "lacks the dense"),
+        ([{}], [{}], "", ""),
+        ([{"heldout": 4.1}], [{}], "lacks the moe", ""),
+        ([{}], [], "lacks the dense", ""),
+        ([{}, {"steps": 50, "heldout": 4.3}], [{}], "", "100 steps in place of 50 gained 0.100 nats"),
+        ([{}, {"steps": 50, "heldout": 4.1}], [{}], "a better moe run, of 4.1000, than the shipped one of 4.2000", ""),
+        ([{"steps": 99}], [{}], "lacks the moe run of 100 steps that ended at 4.2000", ""),
     ],
 )
-def test_a_shipped_run_has_to_be_among_those_tried(
-    root: Path, heldout: dict[str, float], said: str, capsys: pytest.CaptureFixture[str]
+def test_a_shipped_run_has_to_be_the_best_of_those_tried(
+    root: Path, moe: list[Any], dense: list[Any], said: str, shown: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    row = {"steps": 100, "decay": 0.5, "weight_decay": 0.1, "dictionary": 2, "dropout": 0.1}
-    save_json(root / "tried.json", {kind: [row | {"heldout": loss}] for kind, loss in heldout.items()})
+    runs = {kind: [TRIED | change for change in tried] for kind, tried in (("moe", moe), ("dense", dense)) if tried}
+    save_json(root / "tried.json", runs)
     assert script("card").main(["--root", str(root)]) == 0
+    assert shown in " ".join((root / "MODEL_CARD.md").read_text().split())
     capsys.readouterr()
     assert script("card").main(["--root", str(root), "--check"]) == (1 if said else 0)
     assert said in capsys.readouterr().err
 
 
-def test_a_shipped_run_has_to_be_the_best_of_those_tried(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    row = {"steps": 100, "decay": 0.5, "weight_decay": 0.1, "dictionary": 2, "dropout": 0.1, "heldout": 4.2}
-    shorter = row | {"steps": 50, "heldout": 4.3}
-    save_json(root / "tried.json", {"moe": [row, shorter], "dense": [row]})
-    assert script("card").main(["--root", str(root)]) == 0
-    assert "100 steps in place of 50 gained 0.100 nats" in " ".join((root / "MODEL_CARD.md").read_text().split())
-    assert script("card").main(["--root", str(root), "--check"]) == 0
-    save_json(root / "tried.json", {"moe": [row, shorter | {"heldout": 4.1}], "dense": [row]})
-    assert script("card").main(["--root", str(root)]) == 0
-    assert script("card").main(["--root", str(root), "--check"]) == 1
-    assert "a better moe run, of 4.1000, than the shipped one of 4.2000" in capsys.readouterr().err
-    save_json(root / "tried.json", {"moe": [row | {"steps": 99}], "dense": [row]})
-    assert script("card").main(["--root", str(root), "--check"]) == 1
-    assert "lacks the moe run of 100 steps that ended at 4.2000" in capsys.readouterr().err
-
-
 def test_weights_carry_the_words_that_licences_want_on_all_copies(root: Path) -> None:
-    manifest = load_json(root / "manifest.json")
-    (source,) = manifest["sources"]
+    (source,) = load_json(root / "manifest.json")["sources"]
     own = source | {"licence": "LicenseRef-X", "licence_text": "Keep this.\n\nAnd this."}
     free = source | {"licence": "LicenseRef-public-domain", "licence_text": "Free."}
-    save_json(root / "manifest.json", manifest | {"sources": [own, free, source | {"licence_text": "BSD."}]})
+    edit(root, "manifest.json", sources=[own, free, source | {"licence_text": "BSD."}])
     files = script("card").render(load_facts(root))
     for folder in ("model", "speculators/0"):
         text = files[f"{folder}/README.md"]
@@ -226,16 +216,14 @@ def test_weights_carry_the_words_that_licences_want_on_all_copies(root: Path) ->
 
 
 def test_a_speculator_says_how_good_it_is(root: Path) -> None:
-    words = " ".join(script("card").render(load_facts(root))["speculators/0/README.md"].split())
-    assert "token at 0.500 of positions of held-out text" in words
+    assert "token at 0.500 of positions of held-out text" in words(root, "speculators/0/README.md")
 
 
 def test_a_notice_is_one_line_and_comes_once() -> None:
     """With a line break, a dash between years would become a list of its own."""
     long = "Copyright 2010\n- 2022 A.  " + "Changed. " * 90
-    sources = [
-        {"package": name, "notice": words} for name, words in (("a", long), ("b", "B."), ("c", long), ("b", "B."))
-    ]
+    given = (("a", long), ("b", "B."), ("c", long), ("b", "B."))
+    sources = [{"package": name, "notice": notice} for name, notice in given]
     first, second = notices(sources).splitlines()
     assert first == "- a, c: Copyright 2010 - 2022 A. " + "Changed. " * 89 + "Changed."
     assert second == "- b: B."

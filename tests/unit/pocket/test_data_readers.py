@@ -107,10 +107,8 @@ def test_the_small_dictionaries_have_their_own_verbs() -> None:
         "helium",
         "element: helium\nSymbol He, atomic number 2, atomic weight 4.0026. Colourless gas.",
     )
-
-
-def test_elements_whose_texts_are_under_another_licence_are_left_out() -> None:
-    assert element_text("bohrium\nSymbol: Bh\nAtomic number: 107\nAtomic weight: 262\nHeavy.\n") is None
+    bohrium = "bohrium\nSymbol: Bh\nAtomic number: 107\nAtomic weight: 262\nHeavy.\n"
+    assert element_text(bohrium) is None, "its text is under another licence"
 
 
 def _lzw(codes: list[int]) -> bytes:
@@ -134,17 +132,12 @@ def test_a_book_loses_its_frame_and_is_cut_at_chapters() -> None:
     book = f"CHAPTER I. The Sea\n\n{LONG}\n\n* * *\n\nCHAPTER II\n\n{LONG}--so\n\nTHE END"
     text = f"A licence\n*** START OF THIS BOOK ***\n\n{book}\n\nMore licence."
     assert "licence" not in body(text)
-    assert list(pieces(text, "Book")) == [
-        f"Book, chapter I. The Sea\n\n{LONG}",
-        f"Book, chapter II\n\n{LONG}—so",
-    ]
+    assert list(pieces(text, "Book")) == [f"Book, chapter I. The Sea\n\n{LONG}", f"Book, chapter II\n\n{LONG}—so"]
 
 
 def test_lines_are_read_from_a_database_of_r(tmp_path: Path) -> None:
     lines = [b"EMMA", b"", b"by Jane"]
-    data = (
-        b"X\n" + struct.pack(">3I", 3, 0x40201, 0x30500) + struct.pack(">I", 5) + b"UTF-8" + struct.pack(">2I", 16, 3)
-    )
+    data = b"X\n" + struct.pack(">4I", 3, 0x40201, 0x30500, 5) + b"UTF-8" + struct.pack(">2I", 16, 3)
     data += b"".join(struct.pack(">2I", 0x40009, len(line)) + line for line in lines)
     packed = struct.pack(">I", len(data)) + zlib.compress(data)
     (tmp_path / "x.rdb").write_bytes(packed * 2)

@@ -8,8 +8,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from testkit.pocket.evidence import EXAMPLE
 
-EXAMPLE = Path(__file__).parents[3] / "examples" / "pocket-moe"
 SCRIPTS = ["data", "train", "train", "speculate", "evaluate", "agree", "trace", "card"]
 STUB = """#!/bin/sh
 [ "$1" = -c ] && exit "${NO_VLLM:-0}"
@@ -51,10 +51,13 @@ def names(calls: list[str]) -> list[str]:
     return [Path(call.split()[0]).stem for call in calls]
 
 
-def test_every_step_runs_in_order(root: Path) -> None:
+def test_every_step_runs_in_order_and_a_run_with_a_checkpoint_goes_on(root: Path) -> None:
     done, calls = rebuild(root, FAILING="")
     assert (done.returncode, names(calls)) == (0, SCRIPTS)
     assert not any("--resume" in call for call in calls)
+    (root / "build/pocket-moe/runs/moe/checkpoint.pt").touch()
+    _, calls = rebuild(root, FAILING="")
+    assert [call.endswith("--resume") for call in calls if "train.py" in call] == [True, False]
 
 
 def test_a_smoke_run_ends_after_its_training(root: Path) -> None:
@@ -77,13 +80,6 @@ def test_another_folder_and_another_list_reach_every_step(root: Path) -> None:
     assert (done.returncode, names(calls)) == (0, SCRIPTS)
     assert calls[0].endswith(f"--work {root}/build/pocket-moe --sources {root}/mine.toml")
     assert all(f"--work {root}/build/pocket-moe" in call for call in calls)
-
-
-def test_a_run_with_a_checkpoint_goes_on(root: Path) -> None:
-    (root / "build/pocket-moe/runs/moe").mkdir(parents=True)
-    (root / "build/pocket-moe/runs/moe/checkpoint.pt").touch()
-    _, calls = rebuild(root, FAILING="")
-    assert [call.endswith("--resume") for call in calls if "train.py" in call] == [True, False]
 
 
 def test_a_new_model_clears_what_was_measured_of_the_old_one(root: Path) -> None:

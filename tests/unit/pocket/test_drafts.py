@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pocket_moe.speculators.drafts import BRANCHES, Tally, hits, merged_rank
+from pocket_moe.speculators.drafts import BRANCHES, Tally, hits
 from pocket_moe.speculators.drafts_runs import DEPTH, runs, tree_nodes
 
 # Six tokens of the target, and the four best of two speculators at each.
@@ -45,12 +45,6 @@ def test_the_record_gives_shares_by_domain() -> None:
     assert record["positions"] == {"verse": 3, "perl": 4, "all": 7}
     assert record["accepted"]["alone/0"] == {"verse": round(2 / 3, 5), "perl": 0.0, "all": round(2 / 7, 5)}
     assert record["accepted"]["merged/4"]["all"] == round(6 / 7, 5)
-
-
-def test_the_rank_counts_different_tokens_only() -> None:
-    candidates_SNC = torch.tensor([[[5, 6]], [[5, 7]]])
-    assert merged_rank(candidates_SNC, torch.tensor([7])).tolist() == [2]
-    assert merged_rank(candidates_SNC, torch.tensor([8])).tolist() == [4]
 
 
 def test_runs_by_hand() -> None:
@@ -99,9 +93,8 @@ def test_runs_are_those_of_each_text_read_alone(labelled: list[int], seed: int) 
 @given(st.integers(1, 3), st.integers(0, 2**32))
 def test_trees_only_gain_by_growing(speculators: int, seed: int) -> None:
     draw = torch.Generator().manual_seed(seed)
-    candidates = torch.stack(
-        [torch.stack([torch.randperm(9, generator=draw)[:4] for _ in range(12)]) for _ in range(speculators)]
-    )
+    drawn = [torch.randperm(9, generator=draw)[:4] for _ in range(12 * speculators)]
+    candidates = torch.stack(drawn).reshape(speculators, 12, 4)
     labels = torch.randint(0, 9, (12,), generator=draw)
     found = hits(candidates, labels)
     for kind in ("merged", "first_alone"):
@@ -110,9 +103,6 @@ def test_trees_only_gain_by_growing(speculators: int, seed: int) -> None:
     assert (found["one_each/1"] == found["merged/1"]).all()
     widest = max(count for count in BRANCHES if count <= speculators)
     assert (found[f"one_each/{widest}"] <= found[f"merged/{widest}"]).all()
-    for index in range(speculators):
-        named = [len({int(t) for t in row}) for row in candidates[: index + 1, :, 0].T]
-        assert max(named) <= index + 1
     if speculators == 1:
         assert all((found[f"merged/{k}"] == found[f"first_alone/{k}"]).all() for k in BRANCHES)
 

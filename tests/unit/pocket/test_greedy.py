@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from testkit.pocket.evidence import WORDS, make_evidence, make_models, script
+from testkit.pocket.evidence import WORDS, script
 from torch import Tensor
 
 from pocket_moe.errors import PocketError
@@ -16,13 +16,6 @@ from pocket_moe.measure.samples import Prompt, cut_words, headwords, load_sample
 from pocket_moe.model.fingerprint import fingerprint
 from pocket_moe.records import Greedy, load_greedy, load_json, save_json
 from services.model.reference import ReferenceModel
-
-
-@pytest.fixture(scope="module")
-def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = make_evidence(tmp_path_factory.mktemp("greedy") / "work")
-    make_models(folder, steps=5)
-    return folder
 
 
 def test_the_best_token_is_taken_until_the_end() -> None:
@@ -44,8 +37,8 @@ def test_close_choices_are_not_clear() -> None:
     assert not Continuation(ids=(1,), margin=1e-3, router_margin=1e-6).clear
 
 
-def test_prompts_without_a_clear_answer_are_passed_over(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    answerer, prompts = Answerer(work / "moe", most=3), headwords(work / "text", "heldout", 0)
+def test_prompts_without_a_clear_answer_are_passed_over(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answerer, prompts = Answerer(toy / "moe", most=3), headwords(toy / "text", "heldout", 0)
     plain = answerer.answer
 
     def sometimes_close(prompt: Prompt) -> tuple[Greedy, Continuation]:
@@ -57,12 +50,12 @@ def test_prompts_without_a_clear_answer_are_passed_over(work: Path, monkeypatch:
     assert [answer.prompt for answer in kept] == [prompts[index].text for index in (0, 3, 4)]
 
 
-def test_answers_are_transformers_answers(work: Path) -> None:
+def test_answers_are_transformers_answers(toy: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    theirs = AutoModelForCausalLM.from_pretrained(work / "moe", dtype=torch.float32)
-    answerer = Answerer(work / "moe", most=12)
-    answers = list(clear_answers(answerer, headwords(work / "text", "heldout", 0), 3))
+    theirs = AutoModelForCausalLM.from_pretrained(toy / "moe", dtype=torch.float32)
+    answerer = Answerer(toy / "moe", most=12)
+    answers = list(clear_answers(answerer, headwords(toy / "text", "heldout", 0), 3))
     assert len(answers) == 3
     for answer in answers:
         prompt = torch.tensor([answer.prompt_ids])
@@ -71,21 +64,21 @@ def test_answers_are_transformers_answers(work: Path) -> None:
 
 
 def test_the_script_records_what_the_reference_says(
-    work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = ["--model", str(work / "moe"), "--work", str(work), "--out", str(tmp_path)]
+    options = ["--model", str(toy / "moe"), "--work", str(toy), "--out", str(tmp_path)]
     script_module = script("trace")
     options += ["--only", "greedy", "samples", "demo", "logits", "--prompts", "8", "--new", "6", "--sample-new", "6"]
     monkeypatch.setattr(script_module, "DEMO", "beacon")
     save_json(tmp_path / "traced.json", {"experts.npz": {"model": "a"}, "greedy.jsonl": {"model": "b"}})
     assert script_module.main(options) == 0
-    weights = {"model": fingerprint(work / "moe")}
+    weights = {"model": fingerprint(toy / "moe")}
     notes = {"experts.npz": {"model": "a"}, "greedy.jsonl": weights}
     notes |= {"samples.jsonl": weights, "demo.jsonl": weights}
     assert load_json(tmp_path / "traced.json") == notes
     answers = load_greedy(tmp_path / "greedy.jsonl")
     assert [answer.id.split("/")[0] for answer in answers] == ["heldout"] * 2 + ["known"] * 2 + ["prefix"] * 4
-    oracle = ReferenceModel.load(work / "moe")
+    oracle = ReferenceModel.load(toy / "moe")
     for answer in answers:
         ids = [*answer.prompt_ids, *answer.output_ids]
         picks = oracle.logits(ids)[len(answer.prompt_ids) - 1 : -1].argmax(1).tolist()
@@ -105,15 +98,15 @@ def test_the_script_records_what_the_reference_says(
     assert 'has no "nowhere"' in capsys.readouterr().err
 
 
-def test_headwords_are_drawn_by_the_seed_alone(work: Path) -> None:
-    drawn = headwords(work / "text", "heldout", 0)
+def test_headwords_are_drawn_by_the_seed_alone(toy: Path) -> None:
+    drawn = headwords(toy / "text", "heldout", 0)
     assert sorted(prompt.text for prompt in drawn) == sorted(f"define: {word}\n" for word in WORDS[4:])
-    assert drawn == headwords(work / "text", "heldout", 0) != headwords(work / "text", "heldout", 1)
+    assert drawn == headwords(toy / "text", "heldout", 0) != headwords(toy / "text", "heldout", 1)
     assert drawn[0].expected.endswith("\nAnd more of it.")
 
 
-def test_prefixes_are_whole_words_of_other_domains(work: Path) -> None:
-    drawn = prefixes(work / "text", 0)
+def test_prefixes_are_whole_words_of_other_domains(toy: Path) -> None:
+    drawn = prefixes(toy / "text", 0)
     assert {prompt.domain for prompt in drawn} == {"verse"}
     for prompt in drawn:
         assert 8 <= len(prompt.text.split()) <= 40

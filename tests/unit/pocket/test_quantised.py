@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from testkit.pocket.evidence import CONFIG
+from testkit.pocket.evidence import CONFIG, lively
 
 import moe_kernels as mk
 from pocket_moe.config import tiny
@@ -13,22 +13,10 @@ from pocket_moe.model.model import PocketMoe
 from pocket_moe.model.quantised import QuantisedExperts, quantise
 
 
-def lively() -> PocketMoe:
-    torch.manual_seed(1)
-    model = PocketMoe(CONFIG).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.copy_(torch.randn_like(parameter) * 0.06)
-    return model
-
-
 @pytest.mark.parametrize(("bits", "group", "most"), [(8, 0, 0.02), (8, 128, 0.02), (4, 0, 0.35), (4, 128, 0.35)])
 def test_logits_stay_close(bits: int, group: int, most: float) -> None:
-    model, tokens_BL = (
-        lively(),
-        torch.randint(4, CONFIG.vocab_size, (2, 40), generator=torch.Generator().manual_seed(2)),
-    )
+    model, draw = lively(CONFIG, norms=0), torch.Generator().manual_seed(2)
+    tokens_BL = torch.randint(4, CONFIG.vocab_size, (2, 40), generator=draw)
     with torch.no_grad():
         exact = model(tokens_BL)
         quantise(model, bits, group)
@@ -37,7 +25,7 @@ def test_logits_stay_close(bits: int, group: int, most: float) -> None:
 
 
 def test_the_experts_are_those_of_the_rounded_weights() -> None:
-    model = lively()
+    model = lively(CONFIG, norms=0)
     _, mlp = next(model.moe_layers())
     exact_in = mlp.experts.w_in.detach().clone()
     size = quantise(model, 4, 128)

@@ -9,12 +9,12 @@ import sys
 from pathlib import Path
 from random import Random
 
+from testkit.pocket.evidence import EXAMPLE, ROOT
 from testkit.pocket.packages import write_packages
 from testkit.pocket.training import curve
 
 from pocket_moe.model import export
 
-ROOT = Path(__file__).parents[3]
 SYLLABLES = [a + b for a in "bcdfghjklmnprstvwz" for b in ("a", "e", "i", "o", "u", "an", "el", "is", "or", "um")]
 
 
@@ -34,12 +34,9 @@ def test_a_smoke_run_makes_a_model_from_packages(tmp_path: Path) -> None:
     no_network.parent.mkdir()
     no_network.write_text("#!/bin/sh\nexit 1\n")
     no_network.chmod(0o755)
-    paths = {
-        "PYTHON": sys.executable,
-        "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}",
-        "PATH": f"{no_network.parent}:{os.environ['PATH']}",
-    }
-    command = ["bash", ROOT / "examples/pocket-moe/rebuild.sh", "--smoke", "--work", tmp_path, "--sources", sources]
+    paths = {"PYTHON": sys.executable, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
+    paths |= {"PATH": f"{no_network.parent}:{os.environ['PATH']}"}
+    command = ["bash", EXAMPLE / "rebuild.sh", "--smoke", "--work", tmp_path, "--sources", sources]
     done = subprocess.run(command, env=os.environ | paths, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     lines = curve(tmp_path, "smoke")

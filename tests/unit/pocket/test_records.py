@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from testkit.pocket.evidence import make_evidence, make_models, script
+from testkit.pocket.evidence import script
 
 from pocket_moe.corpus.shards import Shards
 from pocket_moe.errors import PocketError
@@ -18,13 +18,6 @@ from pocket_moe.measure.traffic import choose_documents, load_record, peak, trac
 from pocket_moe.model import export
 from pocket_moe.model.fingerprint import fingerprint
 from pocket_moe.records import ExpertTrace, Greedy, load_csv, load_greedy, load_json, save_csv, save_greedy, save_json
-
-
-@pytest.fixture(scope="module")
-def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = make_evidence(tmp_path_factory.mktemp("records") / "work")
-    make_models(folder, steps=5)
-    return folder
 
 
 def drawn(experts: int, slots: int, lengths: list[int], seed: int = 0) -> ExpertTrace:
@@ -60,14 +53,6 @@ def test_a_trace_of_the_real_size_is_small(tmp_path: Path) -> None:
     assert per_choice < 1.6, "bytes for four experts; 200k tokens of five layers then fit 1.6 MB even if drawn evenly"
 
 
-def test_a_damaged_trace_is_named(tmp_path: Path) -> None:
-    with pytest.raises(PocketError, match="cannot be read"):
-        ExpertTrace.load(tmp_path / "none.npz")
-    (tmp_path / "bad.npz").write_bytes(b"PK\x03\x04 nothing")
-    with pytest.raises(PocketError, match="cannot be read"):
-        ExpertTrace.load(tmp_path / "bad.npz")
-
-
 def test_no_damage_goes_unnoticed(tmp_path: Path) -> None:
     """Bytes overwritten anywhere: the trace is refused, or what was hit says nothing (a time, a comment)."""
     before = drawn(16, 4, [30, 10, 70])
@@ -89,6 +74,8 @@ def test_no_damage_goes_unnoticed(tmp_path: Path) -> None:
         (tmp_path / "b.npz").write_bytes(data[:length])
         with pytest.raises(PocketError, match="cannot be read"):
             ExpertTrace.load(tmp_path / "b.npz")
+    with pytest.raises(PocketError, match="cannot be read"):
+        ExpertTrace.load(tmp_path / "none.npz")
 
 
 @pytest.mark.parametrize(
@@ -152,8 +139,8 @@ def test_shares_are_kept_to_within_a_document(documents: list[tuple[int, int]], 
             assert (taken <= taken[one] + 9).all(), "nobody has much more than one that could give more"
 
 
-def test_a_trace_holds_what_an_observer_of_one_document_sees(work: Path) -> None:
-    model, shards = export.load(work / "moe"), Shards(work / "shards", "heldout")
+def test_a_trace_holds_what_an_observer_of_one_document_sees(toy: Path) -> None:
+    model, shards = export.load(toy / "moe"), Shards(toy / "shards", "heldout")
     traced = trace(model, shards, tokens=10**6, length=64, rows=5)
     lengths = np.minimum(np.diff(shards.starts), 64)
     assert (np.diff(traced.starts) == lengths).all()
@@ -166,30 +153,22 @@ def test_a_trace_holds_what_an_observer_of_one_document_sees(work: Path) -> None
         alone = torch.stack(seen, dim=1).sort(dim=2).values.numpy()
         assert (traced.ids[traced.starts[document] : traced.starts[document + 1]] == alone).all()
     with pytest.raises(PocketError, match="no experts"):
-        trace(export.load(work / "dense"), shards, tokens=10, length=64, rows=5)
+        trace(export.load(toy / "dense"), shards, tokens=10, length=64, rows=5)
 
 
-def test_the_script_writes_trace_and_load(work: Path, tmp_path: Path) -> None:
-    options = ["--model", str(work / "moe"), "--work", str(work), "--out", str(tmp_path), "--device", "cpu"]
+def test_the_script_writes_trace_and_load(toy: Path, tmp_path: Path) -> None:
+    options = ["--model", str(toy / "moe"), "--work", str(toy), "--out", str(tmp_path), "--device", "cpu"]
     assert script("trace").main([*options, "--only", "experts", "--tokens", "500"]) == 0
     traced, record = ExpertTrace.load(tmp_path / "experts.npz"), load_json(tmp_path / "load.json")
     assert len(traced.ids) == sum(record["tokens"].values()) >= 500
     assert np.array(record["counts"]["verse"]).tolist() == traced.counts()[1].tolist()
-    weights = {"model": fingerprint(work / "moe")}
+    weights = {"model": fingerprint(toy / "moe")}
     assert record["weights"] == load_json(tmp_path / "traced.json")["experts.npz"] == weights
 
 
 def test_answers_json_and_csv_come_back(tmp_path: Path) -> None:
-    answer = Greedy(
-        id="a",
-        domain="verse",
-        prompt="x",
-        prompt_ids=(1, 2),
-        output_ids=(3, 0),
-        text="ö",
-        margin=0.5,
-        router_margin=0.01,
-    )
+    said = {"domain": "verse", "prompt": "x", "text": "ö"}
+    answer = Greedy(id="a", prompt_ids=(1, 2), output_ids=(3, 0), margin=0.5, router_margin=0.01, **said)
     save_greedy(tmp_path / "a.jsonl", [answer])
     assert load_greedy(tmp_path / "a.jsonl") == [answer]
     values = {"b": [1, 2], "a": {"c": [[1], {"d": 2}], "e": []}, "f": {}}

@@ -8,14 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from testkit.pocket.evidence import ROOT
+from testkit.pocket.evidence import EXAMPLE, ROOT
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pocket_moe.measure.samples import load_samples
 from pocket_moe.records import ExpertTrace, Greedy, load_greedy, load_json
 from services.model.reference import ReferenceModel
 
-EXAMPLE = ROOT / "examples/pocket-moe"
 MODEL = EXAMPLE / "model"
 SPECULATORS = sorted((EXAMPLE / "speculators").iterdir())
 MEGABYTE = 1_000_000

@@ -13,7 +13,6 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from pocket_moe.corpus.tokenizer import SPECIAL_TOKENS, sample, train_tokenizer, write_tokenizer
-from pocket_moe.errors import PocketError
 from services.gateway.chat_template import ChatTemplate, load_chat_template
 from services.gateway.tokenizer import SpecialTokens
 
@@ -43,12 +42,6 @@ def test_digits_are_tokens_of_their_own() -> None:
 def test_special_tokens_come_first_and_the_size_is_exact() -> None:
     assert [TOKENIZER.token_to_id(token) for token in SPECIAL_TOKENS] == [0, 1, 2, 3]
     assert TOKENIZER.get_vocab_size() == 340
-    with pytest.raises(PocketError, match="too small"):
-        train_tokenizer(["one short text"], 8192)
-
-
-def test_the_same_texts_give_the_same_tokenizer() -> None:
-    assert train_tokenizer(TEXTS, 340).to_str() == TOKENIZER.to_str()
 
 
 def test_a_sample_ends_at_its_limit() -> None:
@@ -82,17 +75,14 @@ CHATS: list[tuple[str, str]] = [
 
 @pytest.mark.parametrize(("message", "prompt"), CHATS)
 def test_a_term_is_looked_up_and_other_text_goes_on(folder: Path, message: str, prompt: str) -> None:
-    messages: list[dict[str, Any]] = [
-        {"role": "system", "content": "Ignored."},
-        {"role": "user", "content": message},
-    ]
+    messages: list[dict[str, Any]] = [{"role": "system", "content": "Ignored."}, {"role": "user", "content": message}]
     loaded = AutoTokenizer.from_pretrained(folder)
     assert loaded.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) == prompt
     assert _served(folder).render(messages, add_generation_prompt=True, options={}) == prompt
 
 
 def test_content_in_parts_is_joined(folder: Path) -> None:
-    content = [{"type": "text", "text": "light"}, {"type": "text", "text": "house"}]
+    content = [{"type": "text", "text": part} for part in ("light", "house")]
     messages = [{"role": "user", "content": content}]
     assert _served(folder).render(messages, add_generation_prompt=True, options={}) == "define: lighthouse\n"
 

@@ -25,7 +25,7 @@ from pocket_moe.train.checkpoint import load_weights
 CPU = torch.device("cpu")
 
 
-def test_smoke_learns_logs_and_exports(train: Callable[..., int], work: Path) -> None:
+def test_smoke_learns_logs_and_exports_what_another_run_goes_on_from(train: Callable[..., int], work: Path) -> None:
     assert train("smoke") == 0
     lines = curve(work, "smoke")
     assert [line["step"] for line in lines] == ["5", "10", "15", "20"]
@@ -37,6 +37,10 @@ def test_smoke_learns_logs_and_exports(train: Callable[..., int], work: Path) ->
     exact = heldout.mean(heldout.evaluate(weights))
     assert exact == pytest.approx(float(lines[-1]["heldout"]), abs=1e-4)
     assert heldout.mean(heldout.evaluate(model)) == pytest.approx(exact, abs=0.02)
+    start = "--start", str(work / "runs/smoke/model")
+    assert train("second", *start) == 0
+    assert float(curve(work, "second")[0]["loss"]) < float(lines[-1]["loss"])
+    assert train("third", "--kind", "dense", *start) == 1
 
 
 def test_options_win_over_those_of_smoke(train: Callable[..., int], work: Path) -> None:
@@ -86,13 +90,6 @@ def test_a_run_goes_on_from_a_small_checkpoint(train: Callable[..., int], work: 
     assert train("run", "--export-only") == 0
 
 
-def test_training_goes_on_from_exported_weights(train: Callable[..., int], work: Path) -> None:
-    assert train("first") == 0
-    assert train("second", "--start", str(work / "runs/first/model")) == 0
-    assert float(curve(work, "second")[0]["loss"]) < float(curve(work, "first")[-1]["loss"])
-    assert train("third", "--kind", "dense", "--start", str(work / "runs/first/model")) == 1
-
-
 def test_the_user_reads_what_does_not_fit(
     train: Callable[..., int], work: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -101,6 +98,8 @@ def test_the_user_reads_what_does_not_fit(
         assert text.startswith("error: ")
         assert all(word in text for word in words), text
 
+    assert train("x", "--work", str(work / "nowhere")) == 1
+    says("data.py")
     assert train("none", "--resume") == 1
     says("There is no checkpoint", "without --resume")
     assert train("wide", "--device", "cpu", smoke=False) == 1
@@ -163,11 +162,7 @@ def test_weights_never_go_with_another_tokenizer(
 
 @pytest.mark.parametrize("at", [12, 16])
 def test_a_loss_that_is_no_number_stops_the_run_and_keeps_its_checkpoint(
-    train: Callable[..., int],
-    work: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    at: int,
+    train: Callable[..., int], work: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, at: int
 ) -> None:
     def corrupt(trainer: runs.Trainer) -> None:
         if trainer.steps == at:
@@ -188,8 +183,3 @@ def test_training_uses_every_position_of_the_model(script: ModuleType) -> None:
     args = script._parser().parse_args(["--run", "x"])
     assert args.length == BatchSettings().length == POCKET.max_position_embeddings
     assert args.rows == BatchSettings().rows
-
-
-def test_missing_shards_are_an_error(script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert script.main(["--work", str(tmp_path), "--run", "x", "--smoke"]) == 1
-    assert "data.py" in capsys.readouterr().err

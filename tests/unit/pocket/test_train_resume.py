@@ -29,25 +29,16 @@ def crash_after(patch: pytest.MonkeyPatch, steps: int) -> None:
 def test_an_interrupted_run_goes_on_bit_for_bit(
     train: Callable[..., int], work: Path, monkeypatch: pytest.MonkeyPatch, extra: tuple[str, ...]
 ) -> None:
-    assert train("whole", *extra) == 0
+    """No step is lost between two lines: a run that was stopped has one more, and the mean over both is what the whole
+    run's line says."""
+    options = ("--eval-every", "12", *extra)
+    assert train("whole", *options) == 0
     stop_at(monkeypatch, 13)
-    assert train("parts", *extra) == 0
+    assert train("parts", *options) == 0
     assert not (work / "runs/parts/model").exists()
-    assert train("parts", "--resume", *extra) == 0
-    whole, parts = (load_weights(work / "runs" / name).state_dict() for name in ("whole", "parts"))
-    assert all(torch.equal(whole[name], parts[name]) for name in whole)
-    assert curve(work, "whole")[-1] == curve(work, "parts")[-1]
-
-
-def test_no_step_is_lost_between_two_lines(
-    train: Callable[..., int], work: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A run that was stopped has one more line, and the mean over both is what the whole run's line says."""
-    held_out = "--eval-every", "12"
-    assert train("whole", *held_out) == 0
-    stop_at(monkeypatch, 13)
-    assert train("parts", *held_out) == 0
-    assert train("parts", "--resume", *held_out) == 0
+    assert train("parts", "--resume", *options) == 0
+    weights = (load_weights(work / "runs" / name).state_dict() for name in ("whole", "parts"))
+    torch.testing.assert_close(*weights, rtol=0, atol=0)
     whole, parts = curve(work, "whole"), curve(work, "parts")
     assert [line["step"] for line in parts] == ["5", "10", "13", "15", "20"]
     for column in ("loss", "balance", "peak", "gradient_norm"):
@@ -57,17 +48,22 @@ def test_no_step_is_lost_between_two_lines(
     assert [parts[0], parts[1], parts[4]] == [whole[0], whole[1], whole[3]]
 
 
-def test_a_crash_after_a_checkpoint_loses_no_step_of_a_line(
-    train: Callable[..., int], work: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("options", "seen"),
+    [((), ["5", "10", "15"]), (("--save-every", "12"), ["5", "10", "12", "15"])],
+    ids=["before any checkpoint", "after a checkpoint between two lines, which has one of its own"],
+)
+def test_a_crash_loses_no_step_of_a_line(
+    train: Callable[..., int], work: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], seen: list[str]
 ) -> None:
-    """The checkpoint lies between two lines; it gets one of its own, from which the next is counted."""
-    assert train("whole", "--save-every", "12") == 0
+    """Lines after the checkpoint are dropped, and the next is counted from its own."""
+    assert train("whole", *options) == 0
     with monkeypatch.context() as patch:
         crash_after(patch, 17)
         with pytest.raises(RuntimeError, match="power cut"):
-            train("parts", "--save-every", "12")
-    assert [line["step"] for line in curve(work, "parts")] == ["5", "10", "12", "15"]
-    assert train("parts", "--save-every", "12", "--resume") == 0
+            train("parts", *options)
+    assert [line["step"] for line in curve(work, "parts")] == seen
+    assert train("parts", *options, "--resume") == 0
     assert curve(work, "parts") == curve(work, "whole")
 
 
@@ -89,19 +85,6 @@ def test_speed_counts_steps_alone(train: Callable[..., int], work: Path, monkeyp
         lines = list(csv.DictReader(file))
     assert [line["step"] for line in lines] == ["3", "5", "6", "9", "10", "12", "15", "18", "20"]
     assert {line["tokens_per_second"] for line in lines} == {"128"}
-
-
-def test_lines_after_the_checkpoint_are_dropped_on_resume(
-    train: Callable[..., int], work: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert train("whole") == 0
-    with monkeypatch.context() as patch:
-        crash_after(patch, 17)
-        with pytest.raises(RuntimeError, match="power cut"):
-            train("parts")
-    assert [line["step"] for line in curve(work, "parts")] == ["5", "10", "15"]
-    assert train("parts", "--resume") == 0
-    assert curve(work, "parts") == curve(work, "whole")
 
 
 CHANGED = {

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from testkit.kube.api_server import ApiServer, pod, running_api_server, workload
+
+from services.cli.main import main
 
 
 @pytest.fixture
@@ -23,3 +26,14 @@ def api(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[ApiServer]:
             "events": [],
         }
         yield server
+
+
+@pytest.fixture
+def status(capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+    """`expertmesh status`, which must end with ``code``: what it says, ``.out`` and ``.err``."""
+
+    def run(code: int, *argv: str) -> Any:
+        assert main(["status", *argv]) == code
+        return capsys.readouterr()
+
+    return run

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
-import pytest
 from testkit.kube.api_server import ApiServer, Object, labels, pod, workload
 
-from services.cli.main import main
-
+Status = Callable[..., Any]
 NAME = "mesh-fetch-1a2b3c4d"
 DIGEST = "model.safetensors has SHA-256 00, not 11."
 GAVE_UP = {"type": "Failed", "status": "True", "reason": "BackoffLimitExceeded", "message": "reached the backoff limit"}
@@ -39,84 +38,72 @@ def waiting(api: ApiServer) -> None:
     api.lists["deployments"][0] = workload("gateway", 1, 0)
 
 
-def said(capsys: pytest.CaptureFixture[str], code: int) -> dict[str, Any]:
-    assert main(["status", "--json"]) == code
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+def said(status: Status, code: int) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(status(code, "--json").out)
     return found
 
 
-def test_a_fetch_that_gave_up_says_why_before_those_that_wait_for_it(
-    api: ApiServer, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_fetch_that_gave_up_says_why_before_those_that_wait_for_it(api: ApiServer, status: Status) -> None:
     waiting(api)
     job(api, {**GAVE_UP, "type": "FailureTarget"}, GAVE_UP, failed=2)
+    why = "gave up (failed attempts: 2)"
+    assert said(status, 1)["missing"][0].endswith(f"{why}; reached the backoff limit"), "its pods are gone by now"
     note = json.dumps({"level": "info", "message": "a note " * 20})
     failed(api, "b", 9, f"fetching\nchecking\n...\n{DIGEST}\n{note}\n{note}\n{note}\n")
     failed(api, "a", 3, "another reason")
-    first, second = said(capsys, 1)["missing"]
+    first, second = said(status, 1)["missing"]
     last = f"{NAME}-b: ended: Error, code 1: checking ... {DIGEST}"
-    assert first == f"model fetch: the Job {NAME} gave up (failed attempts: 2); {last}"
+    assert first == f"model fetch: the Job {NAME} {why}; {last}"
     assert second == "gateway: 0 of 1 ready; mesh-gateway-0: wait-for-model has not ended yet"
-    assert main(["status"]) == 1
-    assert "model fetch  0/1    2\n" in capsys.readouterr().out
+    assert "model fetch  0/1    2\n" in status(1).out
 
 
-def test_a_fetch_that_tries_again_says_what_it_failed_of(api: ApiServer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_fetch_that_tries_again_says_what_it_failed_of(api: ApiServer, status: Status) -> None:
     waiting(api)
     job(api, failed=1, active=1)
     failed(api, "a", 3, DIGEST)
     attempt(api, "b", 9, ready=True)
-    [first, _] = said(capsys, 1)["missing"]
+    [first, _] = said(status, 1)["missing"]
     assert first.startswith(f"model fetch: the Job {NAME} tries again (failed attempts: 1); {NAME}-a: ended: Err")
     assert DIGEST in first
 
 
-def test_a_fetch_that_cannot_begin_says_what_it_waits_for(api: ApiServer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_fetch_that_cannot_begin_says_what_it_waits_for(api: ApiServer, status: Status) -> None:
     waiting(api)
     job(api, GAVE_UP | {"status": "False"})
     attempt(api, "of-another-job", 1, phase="Failed")
     api.lists["pods"][-1]["metadata"]["ownerReferences"] = [{"uid": "another"}]
-    assert said(capsys, 1)["missing"][0] == f"model fetch: the Job {NAME} has not ended"
+    assert said(status, 1)["missing"][0] == f"model fetch: the Job {NAME} has not ended"
     about = {"kind": "Job", "uid": "j", "name": NAME}
-    api.lists["events"] = [
-        {"metadata": {}, "involvedObject": about, "reason": "FailedCreate", "message": "exceeded quota"}
-    ]
-    assert said(capsys, 1)["missing"][0].endswith(f"{NAME} has not ended; FailedCreate: exceeded quota")
+    event = {"metadata": {}, "involvedObject": about, "reason": "FailedCreate", "message": "exceeded quota"}
+    api.lists["events"] = [event]
+    assert said(status, 1)["missing"][0].endswith(f"{NAME} has not ended; FailedCreate: exceeded quota")
     claim = {"type": "PodScheduled", "status": "False", "message": "pod has unbound immediate PersistentVolumeClaims"}
     attempt(api, "a", 3, phase="Pending", conditions=[claim])
-    assert said(capsys, 1)["missing"][0].endswith(f"{NAME}-a: Pending: {claim['message']}")
+    assert said(status, 1)["missing"][0].endswith(f"{NAME}-a: Pending: {claim['message']}")
 
 
-def test_a_fetch_whose_pods_are_not_there_any_more_says_that_it_gave_up(
-    api: ApiServer, capsys: pytest.CaptureFixture[str]
-) -> None:
-    waiting(api)
-    job(api, GAVE_UP, failed=7)
-    assert said(capsys, 1)["missing"][0].endswith("gave up (failed attempts: 7); reached the backoff limit")
-
-
-def test_a_fetch_that_is_done_is_no_matter(api: ApiServer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_fetch_that_is_done_is_no_matter(api: ApiServer, status: Status) -> None:
     job(api, {"type": "Complete", "status": "True"}, succeeded=1, failed=1)
     failed(api, "a", 3, DIGEST)
     attempt(api, "b", 9, phase="Succeeded")
-    found = said(capsys, 0)
+    found = said(status, 0)
     assert (found["missing"], found["troubles"]) == ([], [])
     done = {"name": NAME, "done": True, "over": True, "failed": 1, "why": ""}
     assert found["kubernetes"]["fetches"] == [done]
-    assert main(["status"]) == 0
-    assert "model fetch  1/1    1\n" in capsys.readouterr().out
+    assert "model fetch  1/1    1\n" in status(0).out
     waiting(api)
-    [missing] = said(capsys, 1)["missing"]
+    [missing] = said(status, 1)["missing"]
     assert missing.startswith("gateway: 0 of 1 ready")
 
 
-def test_a_fetch_for_an_upgrade_is_a_trouble_once_it_fails(api: ApiServer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_fetch_for_an_upgrade_is_a_trouble_once_it_fails(api: ApiServer, status: Status) -> None:
     """Pods that have another model serve meanwhile."""
     job(api, active=1)
     attempt(api, "a", 3, ready=True)
-    assert said(capsys, 0)["troubles"] == []
+    assert said(status, 0)["troubles"] == []
     job(api, GAVE_UP, failed=1)
     api.lists["pods"].pop()
     failed(api, "a", 3, DIGEST)
-    [trouble] = said(capsys, 0)["troubles"]
+    [trouble] = said(status, 0)["troubles"]
     assert trouble.startswith(f"model fetch: the Job {NAME} gave up (failed attempts: 1); {NAME}-a")

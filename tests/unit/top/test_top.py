@@ -26,14 +26,8 @@ def seat(number: int, group: int, status: str = "ready") -> SeatState:
         id=f"experts-{number}", fingerprint="f", host="10.0.0.1", port=7100, memory_bytes=1, pid=1, version="0"
     )
     report = SeatReport(status=status, group=group, outstanding_rows=5)  # type: ignore[arg-type]
-    return SeatState(
-        number=number,
-        info=info,
-        status=status,  # type: ignore[arg-type]
-        report=report,
-        dismissed=False,
-        assigned=None,
-    )
+    rest = {"report": report, "dismissed": False, "assigned": None}
+    return SeatState(number=number, info=info, status=status, **rest)  # type: ignore[arg-type]
 
 
 def worker(name: str) -> WorkerState:
@@ -88,10 +82,8 @@ def test_rates_shares_and_imbalance() -> None:
     assert [line.rows_per_s for line in seen.seats] == [300, 100, 200]
     assert [line.busy for line in seen.seats] == pytest.approx([0.3, 0.1, 0.2])
     assert seen.imbalance == pytest.approx(1.5)
-    assert [(group.group, group.seats, group.rows_per_s, group.share) for group in seen.groups] == [
-        (0, 1, 300, 0.5),
-        (1, 2, 300, 0.5),
-    ]
+    groups = [(group.group, group.seats, group.rows_per_s, group.share) for group in seen.groups]
+    assert groups == [(0, 1, 300, 0.5), (1, 2, 300, 0.5)]
     assert (seen.tokens_per_s, seen.in_flight, seen.epoch) == (20, 15, 7)
     assert [(line.running, line.waiting, line.assigned) for line in seen.workers] == [(2, 1, 3)]
 
