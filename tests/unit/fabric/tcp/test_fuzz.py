@@ -17,7 +17,7 @@ from itertools import repeat
 import msgspec
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from testkit.fabric.frames import (
     CALL,
@@ -142,6 +142,8 @@ def counted(seat: ExpertServer, wire_errors: int) -> None:
 
 @FUZZ
 @given(data=nearly_frames(), proven=st.booleans())
+@example(data=FRAME_OF[Kind.REFUSED], proven=True)
+@example(data=FRAME_OF[Kind.DISPATCH], proven=True)  # by a lane, which there is not
 def test_a_seat_outlives_whatever_is_sent(seat: ExpertServer, bystander: TcpLink, data: bytes, proven: bool) -> None:
     sent(seat, data, proven=proven)
     assert torch.equal(send(bystander, ONES), ONES)
@@ -257,6 +259,7 @@ def test_an_attention_worker_outlives_whatever_a_seat_says(
 
         @FUZZ
         @given(st.sampled_from(["hello", "proof", "echo", "open"]), nearly_frames())
+        @example("open", FRAME_OF[Kind.ANSWER])  # to a call that nobody made
         def say(stage: str, data: bytes) -> None:
             impostor.say(stage, [data])
             assert doubles(link)
