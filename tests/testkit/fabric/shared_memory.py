@@ -109,11 +109,10 @@ class SteppedLink:
 
 
 def shared_memory_server(
-    compute: Compute, layers: Sequence[int], hidden: int, dtype: torch.dtype, experts: int = 8
+    compute: Compute, layers: Sequence[int], hidden: int, dtype: torch.dtype, experts: int = 8, **options: Any
 ) -> SharedMemoryServer:
-    return SharedMemoryServer(
-        compute, memory=HostMemory(), device=CPU, layers=list(layers), num_experts=experts, hidden=hidden, dtype=dtype
-    )
+    facts = {"layers": list(layers), "num_experts": experts, "hidden": hidden, "dtype": dtype}
+    return SharedMemoryServer(compute, memory=HostMemory(), device=CPU, **facts, **options)
 
 
 def serve_shared(compute: Compute, *, hidden: int = 4, dtype: str = "float32", **options: Any) -> ExpertServer:
@@ -124,7 +123,7 @@ def serve_shared(compute: Compute, *, hidden: int = 4, dtype: str = "float32", *
 
 
 @contextmanager
-def linked_shared(
+def shared_memory_link(
     table: RoutingTable,
     *,
     hidden: int = 4,
@@ -138,30 +137,42 @@ def linked_shared(
     seats: int | None = None,
     lanes: Lanes | None = None,
     rows: int = ROWS,
-) -> Iterator[SteppedLink]:
-    """Once ``seats``, else all of the table, share memory. A step waits ``call_s`` for a seat; ``lanes`` are tcp's."""
-    memory, layers = memory or HostMemory(), list(table.group_of)
-    tensors = getattr(torch, dtype)
+    slots: int = SLOTS,
+    node: str = "",
+    **options: float,
+) -> Iterator[SharedMemoryLink]:
+    """Once ``seats``, else all of the table, share memory. A step waits ``call_s`` for a seat; ``lanes`` are tcp's;
+    ``options`` of :class:`SharedMemoryOptions` go before."""
+    options = {"deadline_s": call_s, "quarantine_s": 10.0, "unavailable_s": unavailable_s} | options
     link = SharedMemoryLink(
         lambda extension: TcpLink(
             table, Facts(hello=hello(hidden, dtype), secret=SECRET, timing=timing, lanes=lanes), extension=extension,
             call_s=call_s, unavailable_s=unavailable_s, reduced=not unsummed,
         ),
         table,
-        memory=memory,
+        memory=memory or HostMemory(),
         device=device,
-        layers=layers,
-        layout=Layout(rows=rows, hidden=hidden, slots=SLOTS, dtype=tensors, unsummed=unsummed),
-        node="",
-        options=SharedMemoryOptions(deadline_s=call_s, quarantine_s=10.0, unavailable_s=unavailable_s),
+        layers=list(table.group_of),
+        layout=Layout(rows=rows, hidden=hidden, slots=slots, dtype=getattr(torch, dtype), unsummed=unsummed),
+        node=node,
+        options=SharedMemoryOptions(**options),
     )  # fmt: skip
     wanted = len(table.seats) if seats is None else seats
     try:
         assert link.peers.wait_for(lambda shared: len(shared) >= wanted, READY_S), "no memory is shared"
         assert lanes is None or link.wait_ready(READY_S), "there are no lanes"  # else the first steps would use neither
-        yield SteppedLink(link, layers, hidden, tensors, device)
+        yield link
     finally:
         link.close()
+
+
+@contextmanager
+def linked_shared(
+    table: RoutingTable, *, hidden: int = 4, dtype: str = "float32", device: torch.device = CPU, **options: Any
+) -> Iterator[SteppedLink]:
+    """As :func:`shared_memory_link`, by steps."""
+    with shared_memory_link(table, hidden=hidden, dtype=dtype, device=device, **options) as link:
+        yield SteppedLink(link, list(table.group_of), hidden, getattr(torch, dtype), device)
 
 
 @contextmanager

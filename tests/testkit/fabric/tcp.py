@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from services.errors import SeatLost
 from services.fabric.nccl.lanes import Lanes, LaneServer
 from services.fabric.nccl.weights import WeightsGiver
 from services.fabric.tcp.connect import Facts
@@ -32,6 +33,9 @@ CALM = Timing(handshake_s=20.0, alive_s=0.1, silence_s=10.0)
 FAST = Timing(handshake_s=2.0, alive_s=0.1, silence_s=1.0)
 """For tests of silence and of handshakes that take too long."""
 Compute = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+Serve = Callable[..., ExpertServer]
+"""As :func:`serve`."""
+ONES = torch.ones(3, 4)
 
 
 def hello(hidden: int = 4, dtype: str = "float32", *, seat: int = -1, **facts: str) -> Hello:
@@ -90,6 +94,11 @@ def table_of(
 ) -> RoutingTable:
     cut = tuple(even_groups([0], experts, 1) if groups is None else groups)
     return RoutingTable(epoch=epoch, fingerprint="model", num_experts=experts, groups=cut, seats=seats)
+
+
+def table_at(*servers: ExpertServer, epoch: int = 1) -> RoutingTable:
+    """Replicas of one group, numbered as they come."""
+    return table_of(*(seat_of(server, number) for number, server in enumerate(servers)), epoch=epoch)
 
 
 @contextmanager
@@ -195,7 +204,30 @@ def pair() -> Iterator[tuple[Stream, Stream]]:
     listener.close()
 
 
+@contextmanager
+def idle(address: tuple[str, int], count: int) -> Iterator[list[socket.socket]]:
+    """Connections that say nothing."""
+    with ExitStack() as stack:
+        yield [stack.enter_context(socket.create_connection(address, timeout=30)) for _ in range(count)]
+
+
+def ended(stream: Stream) -> bool:
+    """Whether the other side closes within the time that the stream waits. Takes away what it says before."""
+    try:
+        while True:
+            stream.recv_into(memoryview(bytearray(1)))
+    except SeatLost as error:
+        return "silent" not in error.message
+    finally:
+        stream.close()
+
+
 def send(link: TcpLink, x_TD: Tensor, expert: int = 0) -> Tensor:
     """Every row to one expert of layer 0, with weight 1."""
     ids_TK = torch.full((len(x_TD), 1), expert)
     return link.combine(link.dispatch(0, x_TD, ids_TK, torch.ones(len(x_TD), 1)))
+
+
+def doubles(link: TcpLink) -> bool:
+    """Whether rows come back from seats that :func:`double`."""
+    return torch.equal(send(link, ONES), 2 * ONES)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import socket
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace as replace_facts
+from testkit.fabric.tcp import idle
 from testkit.processes.servers import free_port
 from testkit.waiting import until
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -19,87 +21,87 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from services.errors import ConfigError, FingerprintMismatch, PortInUse, ProtocolMismatch, SecretMismatch
 from services.fabric.faults import Faults
 from services.fabric.lockstep import store_proxy as lockstep_gate
-from services.fabric.lockstep.rendezvous import Facts, Meeting, _compare, _store, join
+from services.fabric.lockstep.rendezvous import Facts, Meeting, _compare, _Found, _store, join
 from services.fabric.lockstep.store_proxy import ClientProxy
 from services.fabric.tcp import handshake as tcp_handshake
 from services.fabric.tcp.reception import MAX_UNPROVEN, Arrival
 from services.fabric.tcp.versions import Versions
 
 SECRET = b"the secret of all ranks"
+FACTS = Facts(worker="w", node="n", fingerprint="f", package="0.0.9", dtype="d", exchange="e")
 
 
 def meeting(address: str, port: int) -> Meeting:
     return Meeting(rank=0, ranks=2, address=address, port=port, host=address, timeout_s=5, secret=SECRET)
 
 
-def test_the_store_is_reached_at_its_address_alone() -> None:
-    port = free_port()
-    found = _store(meeting("127.0.0.1", port))
-    socket.create_connection(("127.0.0.1", port), timeout=5).close()
+@pytest.fixture
+def found() -> Iterator[_Found]:
+    """Rank 0's store, and the proxy by which the others reach it."""
+    made = _store(meeting("127.0.0.1", free_port()))
+    yield made
+    made.proxy.close()
+
+
+def rank_1(found: _Found) -> ClientProxy:
+    return ClientProxy("127.0.0.1", found.proxy.port, secret=SECRET, name="rank 1")
+
+
+def store_at(port: int) -> TCPStore:
+    return TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=2))
+
+
+def test_the_store_is_reached_at_its_address_alone(found: _Found) -> None:
+    socket.create_connection(("127.0.0.1", found.proxy.port), timeout=5).close()
     with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.2", port), timeout=5)
+        socket.create_connection(("127.0.0.2", found.proxy.port), timeout=5)
     found.store.set("here", "yes")
-    proxy = ClientProxy("127.0.0.1", port, secret=SECRET, name="rank 1")
-    other = TCPStore("127.0.0.1", proxy.port, is_master=False, wait_for_workers=False)
+    other = store_at(rank_1(found).port)
     assert other.get("here") == b"yes"
     found.proxy.close()
     with pytest.raises(RuntimeError):
         other.get("here")
 
 
-def test_nobody_reaches_the_store_without_the_secret() -> None:
-    port = free_port()
-    found = _store(meeting("127.0.0.1", port))
-    with pytest.raises(SecretMismatch):
-        ClientProxy("127.0.0.1", port, secret=b"another secret of ranks", name="rank 1")
-    with pytest.raises(RuntimeError):
-        TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=2))
-    found.proxy.close()
-
-
-def test_a_rank_with_another_secret_does_not_wait_for_ever() -> None:
-    port = free_port()
-    found = _store(meeting("127.0.0.1", port))
-    facts = Facts(worker="w", node="n", fingerprint="f", package="p", dtype="d", exchange="e")
-    other = replace(meeting("127.0.0.1", port), rank=1, secret=b"another secret of ranks")
+def test_nobody_reaches_the_store_without_the_secret(found: _Found) -> None:
+    other = replace(meeting("127.0.0.1", found.proxy.port), rank=1, secret=b"another secret of ranks")
     with pytest.raises(SecretMismatch, match="does not know this cluster's secret"):
-        join(other, facts)
-    found.proxy.close()
+        join(other, FACTS)
+    with pytest.raises(RuntimeError):
+        store_at(found.proxy.port)
 
 
 def test_ranks_whose_wires_or_weights_differ_part_by_name() -> None:
     """What they would send each other has no version but this."""
-    mine = Facts(worker="w", node="n", fingerprint="f", package="p", dtype="d", exchange="e")
-    _compare(1, replace_facts(mine, worker="v", node="m"), mine)
+    _compare(1, replace_facts(FACTS, worker="v", node="m"), FACTS)
     with pytest.raises(ConfigError, match="Rank 1 differs in its wire: 2 there, 1 here"):
-        _compare(1, replace_facts(mine, wire=2), mine)
+        _compare(1, replace_facts(FACTS, wire=2), FACTS)
     with pytest.raises(FingerprintMismatch, match="Rank 1 serves other weights"):
-        _compare(1, replace_facts(mine, weights="tuned"), mine)
+        _compare(1, replace_facts(FACTS, weights="tuned"), FACTS)
 
 
 def test_a_rank_of_a_release_without_a_version_in_common_does_not_wait_for_ever(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(lockstep_gate, "admit", partial(tcp_handshake.admit, spoken=Versions(2, 3)))
-    port, faults = free_port(), Faults()
-    found = _store(meeting("127.0.0.1", port), "9.9.9", faults)
-    facts = Facts(worker="w", node="n", fingerprint="f", package="0.0.9", dtype="d", exchange="e")
+    here, faults = meeting("127.0.0.1", free_port()), Faults()
+    found = _store(here, "9.9.9", faults)
     with pytest.raises(
         ProtocolMismatch, match=r"\(release 0\.0\.9\) speaks version 1 .* \(release 9\.9\.9\) versions 2"
     ):
-        join(replace(meeting("127.0.0.1", port), rank=1), facts)
+        join(replace(here, rank=1), FACTS)
     until(lambda: faults.totals() == {"protocol_mismatch": 1}, "it is counted")
     found.proxy.close()
 
 
-def test_connections_that_say_nothing_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connections_that_say_nothing_keep_nobody_out(found: _Found, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lockstep_gate, "HANDSHAKE_S", 60.0)
+    with idle(("127.0.0.1", found.proxy.port), 300):
+        rank_1(found).close()
     monkeypatch.setattr(lockstep_gate, "HANDSHAKE_S", 1.0)
-    port = free_port()
-    found = _store(meeting("127.0.0.1", port))
-    silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(MAX_UNPROVEN)]
-    until(lambda: all(closed(sock) for sock in silent), "silent ones are shown out")
-    ClientProxy("127.0.0.1", port, secret=SECRET, name="rank 1").close()
-    found.proxy.close()
+    with idle(("127.0.0.1", found.proxy.port), MAX_UNPROVEN) as silent:
+        until(lambda: all(closed(sock) for sock in silent), "silent ones are shown out")
+        rank_1(found).close()
 
 
 class Flaky(socket.socket):
@@ -130,16 +132,14 @@ def test_the_proxy_outlives_a_connection_that_it_could_not_take(caplog: pytest.L
     proxy.close()
 
 
-def test_a_rank_may_be_silent_for_longer_than_a_handshake_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_may_be_silent_for_longer_than_a_handshake_may_take(
+    found: _Found, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(lockstep_gate, "HANDSHAKE_S", 1.0)
-    port = free_port()
-    found = _store(meeting("127.0.0.1", port))
-    proxy = ClientProxy("127.0.0.1", port, secret=SECRET, name="rank 1")
-    other = TCPStore("127.0.0.1", proxy.port, is_master=False, wait_for_workers=False)
+    other = store_at(rank_1(found).port)
     time.sleep(2.5)
     found.store.set("here", "yes")
     assert other.get("here") == b"yes"
-    found.proxy.close()
 
 
 def closed(sock: socket.socket) -> bool:

@@ -24,6 +24,15 @@ from services.runtime import in_daemon
 LAYERS = (1, 3)
 
 
+@pytest.fixture
+def store() -> TCPStore:
+    return new_store()
+
+
+def new_store() -> TCPStore:
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
 class Table:
     """Where ranks meet, to agree and to exchange the rows of a layer: a rank that is out of step is caught."""
 
@@ -159,10 +168,9 @@ def test_a_broken_lock_step_stays_broken() -> None:
             steps.dispatch(LAYERS[0], *rows(1))
 
 
-def test_those_that_drained_stay_until_all_have() -> None:
+def test_those_that_drained_stay_until_all_have(store: TCPStore) -> None:
     table = Table(3)
     ranks = [steps_of(table, rank)[0] for rank in range(3)]
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     wake_ups = [wake_up_at(store, lambda: None) for _ in ranks]
 
     def drains_longer() -> None:
@@ -195,14 +203,12 @@ def test_all_hear_of_one_that_leaves_with_the_next_step() -> None:
     assert not other.all_drained, "it has rows still"
 
 
+def store_client(store: TCPStore) -> TCPStore:
+    return TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)
+
+
 def wake_up_at(store: TCPStore, on_notify: Callable[[], None], *, keeper: bool = False) -> StoreWakeUp:
-    clients = [TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False) for _ in range(2)]
-    return StoreWakeUp(*clients, keeper=keeper, on_notify=on_notify)
-
-
-@pytest.fixture
-def store() -> TCPStore:
-    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return StoreWakeUp(store_client(store), store_client(store), keeper=keeper, on_notify=on_notify)
 
 
 def wake_ups_of(count: int, store: TCPStore) -> tuple[list[StoreWakeUp], list[threading.Event]]:
@@ -232,13 +238,8 @@ def test_one_that_comes_again_wakes_all(store: TCPStore) -> None:
     assert all(event.wait(10) for event in events)
 
 
-def store_client(store: TCPStore) -> TCPStore:
-    return TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)
-
-
 def test_a_store_that_is_gone_wakes_all() -> None:
-    store: TCPStore | None = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    assert store is not None
+    store = new_store()
     wake_ups, events = wake_ups_of(2, store)
     for wake_up in wake_ups:
         wake_up.listen(0)
@@ -249,8 +250,7 @@ def test_a_store_that_is_gone_wakes_all() -> None:
 
 @pytest.mark.parametrize("state", ["idle", "waiting", "notified", "without a store"])
 async def test_a_wake_up_that_is_closed_leaves_no_thread(state: str) -> None:
-    store: TCPStore | None = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    assert store is not None
+    store = new_store()
     before, notified = set(threading.enumerate()), threading.Event()
     wake_up = wake_up_at(store, lambda: (notified.set(), time.sleep(0.2)), keeper=True)
     for period in {"idle": (), "notified": (0,)}.get(state, (0, 1)):

@@ -5,15 +5,29 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from threading import Semaphore
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from testkit.fabric.gloo_groups import GlooGroups
 from testkit.fabric.peer_weights import digests_of
-from testkit.fabric.tcp import CALM, SECRET, hello, lanes_of, linked, seat_of, send, serve, table_of
+from testkit.fabric.tcp import (
+    CALM,
+    ONES,
+    SECRET,
+    Serve,
+    doubles,
+    hello,
+    lanes_of,
+    linked,
+    seat_of,
+    send,
+    table_at,
+    table_of,
+)
 from testkit.waiting import LIMIT_S, until
 
 from services.errors import CallFailed, ConfigError, ExpertMeshError, ExpertUnavailable, LaneFailed, SeatLost, WireError
@@ -23,36 +37,16 @@ from services.fabric.nccl import opening as nccl_opening
 from services.fabric.nccl import weights as nccl_weights
 from services.fabric.nccl.lane import Lane
 from services.fabric.nccl.lanes import Lanes, lanes_for
-from services.fabric.nccl.messages import LaneNote
 from services.fabric.nccl.pair_store import PairStore
 from services.fabric.nccl.weights import checksum, fetch
 from services.fabric.tcp import connection as tcp_seat
 from services.fabric.tcp.connect import Facts
 from services.fabric.tcp.connection import SeatLink
-from services.fabric.tcp.frames import Frame, Kind
 from services.fabric.tcp.link import TcpLink
-from services.fabric.tcp.peer import Peer
-from services.fabric.tcp.server import ExpertServer
 from services.model.experts import ExpertWeights
 from services.routing import ShardGroup, even_groups
 
-Serve = Callable[..., ExpertServer]
-ONES = torch.ones(3, 4)
 IDS = (0, 2, 5)
-
-
-@pytest.fixture
-def served() -> Iterator[Serve]:
-    """:func:`serve`, closed at the end."""
-    servers: list[ExpertServer] = []
-
-    def one(**options: Any) -> ExpertServer:
-        servers.append(serve(seat=len(servers), **options))
-        return servers[-1]
-
-    yield one
-    for server in servers:
-        server.close()
 
 
 def lanes_in_use(link: TcpLink) -> dict[int, bool]:
@@ -61,7 +55,7 @@ def lanes_in_use(link: TcpLink) -> dict[int, bool]:
 
 def test_seats_with_and_without_a_lane_serve_one_link(served: Serve) -> None:
     with_lane, without = served(lane="gloo"), served()
-    table = table_of(seat_of(with_lane, 0), seat_of(without, 1))
+    table = table_at(with_lane, without)
     with linked(table, lanes=lanes_of("gloo", required=False)) as link:
         until(lambda: lanes_in_use(link) == {0: True, 1: False})
         handles = [link.dispatch(0, ONES, torch.zeros(3, 1).long(), torch.ones(3, 1)) for _ in range(20)]
@@ -71,25 +65,9 @@ def test_seats_with_and_without_a_lane_serve_one_link(served: Serve) -> None:
 
 
 def test_a_seat_that_offers_a_lane_serves_links_without_one(served: Serve) -> None:
-    with linked(table_of(seat_of(served(lane="gloo"), 0))) as link:
-        assert torch.equal(send(link, ONES), 2 * ONES)
+    with linked(table_at(served(lane="gloo"))) as link:
+        assert doubles(link)
         assert lanes_in_use(link) == {0: False}
-
-
-def test_a_word_of_lanes_that_nobody_offered_ends_the_connection(served: Serve) -> None:
-    server = served()
-    with linked(table_of(seat_of(server, 0))) as link:
-        for peer in list(server._peers):
-            peer.send(Kind.LANE, LaneNote(key="x", value=b""))
-        until(lambda: connections(link)[0] > 1)
-        assert torch.equal(send(link, ONES), 2 * ONES)
-
-
-def test_a_required_lane_that_cannot_be_is_named(served: Serve) -> None:
-    with linked(table_of(seat_of(served(), 0)), ready=False, lane="gloo", unavailable_s=0.3) as link:
-        until(lambda: all(seat.problem is not None for seat in link._seats.links.values()))
-        with pytest.raises(ExpertUnavailable, match="can have no gloo lane: it offers none"):
-            send(link, ONES)
 
 
 def held_proof(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
@@ -112,8 +90,8 @@ def test_rows_go_in_frames_until_the_lane_is_there_and_none_is_lost(
     served: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go = held_proof(monkeypatch)
-    with linked(table_of(seat_of(served(lane="gloo"), 0)), lanes=lanes_of("gloo", required=False)) as link:
-        assert torch.equal(send(link, ONES), 2 * ONES)
+    with linked(table_at(served(lane="gloo")), lanes=lanes_of("gloo", required=False)) as link:
+        assert doubles(link)
         assert lanes_in_use(link) == {0: False}
         go.set()
         since = 0
@@ -129,7 +107,7 @@ def test_small_calls_go_in_frames_where_there_is_a_lane(served: Serve) -> None:
     """What goes by the lane waits for the lane alone: once that is ended, only calls in frames are answered."""
     server = served(lane="gloo")
     lanes = Lanes(GlooGroups(), least_bytes=64 * 4 * 4)
-    with linked(table_of(seat_of(server, 0)), lanes=lanes) as link:
+    with linked(table_at(server), lanes=lanes) as link:
         until(lambda: lanes_in_use(link)[0])
         for rows in (1, 63, 64, 3, 200, 5):
             x_TD = torch.randn(rows, 4)
@@ -137,9 +115,9 @@ def test_small_calls_go_in_frames_where_there_is_a_lane(served: Serve) -> None:
         for peer in list(server._peers):
             assert peer.lane is not None
             peer.lane.abort()
-        assert torch.equal(send(link, ONES), 2 * ONES)
+        assert doubles(link)
         assert connections(link) == {0: 1}
-        send(link, torch.randn(64, 4))
+        assert torch.equal(send(link, x_TD := torch.randn(64, 4)), 2 * x_TD), "sent again"
         assert connections(link)[0] > 1
 
 
@@ -148,7 +126,7 @@ def test_a_replica_whose_lane_is_being_made_is_used_only_where_there_is_no_other
 ) -> None:
     first, second = served(lane="gloo"), served()
     go = held_proof(monkeypatch)
-    with linked(table_of(seat_of(first, 0), seat_of(second, 1)), lanes=lanes_of("gloo", required=False)) as link:
+    with linked(table_at(first, second), lanes=lanes_of("gloo", required=False)) as link:
         for _ in range(5):
             send(link, ONES)
         assert (first.counts.calls, second.counts.calls) == (0, 5)
@@ -158,21 +136,14 @@ def test_a_replica_whose_lane_is_being_made_is_used_only_where_there_is_no_other
         assert (first.counts.calls, second.counts.calls) == (1, 5)
 
 
-class Carrier:
-    """Would take calls of up to 64 rows, but cannot yet."""
-
-    def opened(self, seat: SeatLink, peer: Peer) -> None: ...
-
-    def take(self, seat: SeatLink, frame: Frame) -> bool:  # noqa: ARG002
-        return False
-
-    def lost(self, seat: SeatLink) -> None: ...
-
-    def carries(self, seat: SeatLink, rows: int) -> bool:  # noqa: ARG002
-        return rows <= 64
-
-    def busy(self, seat: SeatLink) -> bool:  # noqa: ARG002
-        return False
+CARRIER = SimpleNamespace(
+    opened=lambda *_: None,
+    take=lambda *_: False,
+    lost=lambda *_: None,
+    busy=lambda *_: False,
+    carries=lambda _seat, rows: rows <= 64,
+)
+"""Would take calls of up to 64 rows, but cannot yet."""
 
 
 def looks(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
@@ -192,8 +163,8 @@ def test_where_small_calls_go_another_way_a_lane_comes_later_for_a_large_one(
 ) -> None:
     monkeypatch.setattr(tcp_seat, "LANE_LATER_S", 0.0)
     few, many, looked = torch.ones(64, 4), torch.ones(65, 4), looks(monkeypatch)
-    options: dict[str, Any] = {"lanes": lanes_of("gloo", required=False), "extension": Carrier()}
-    with linked(table_of(seat_of(served(lane="gloo"), 0)), **options) as link:
+    options: dict[str, Any] = {"lanes": lanes_of("gloo", required=False), "extension": CARRIER}
+    with linked(table_at(served(lane="gloo")), **options) as link:
         assert torch.equal(send(link, few), 2 * few)
         since = looked[0]
         until(lambda: looked[0] > since + 3, "its thread has looked again")
@@ -225,7 +196,7 @@ def test_such_lanes_are_opened_one_after_the_other_and_not_to_a_seat_that_goes(
     monkeypatch.setattr(nccl_opening, "_prove", slow)
     seats = [seat_of(served(lane="gloo"), number, number) for number in range(3)]
     groups, many = even_groups([0], 8, 3), torch.ones(65, 4)
-    with linked(table_of(*seats, groups=groups), lanes=lanes_of("gloo", required=False), extension=Carrier()) as link:
+    with linked(table_of(*seats, groups=groups), lanes=lanes_of("gloo", required=False), extension=CARRIER) as link:
         for expert in (0, 3, 7):
             assert torch.equal(send(link, many, expert), 2 * many)
             until(lambda: opened, "the lane to the first seat is being opened")
@@ -240,46 +211,38 @@ def test_such_lanes_are_opened_one_after_the_other_and_not_to_a_seat_that_goes(
 
 def test_a_required_lane_comes_at_once(served: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tcp_seat, "LANE_LATER_S", 3600.0)
-    with linked(table_of(seat_of(served(lane="gloo"), 0)), lane="gloo", extension=Carrier()) as link:
+    with linked(table_at(served(lane="gloo")), lane="gloo", extension=CARRIER) as link:
         assert lanes_in_use(link) == {0: True}
 
 
-def test_where_a_lane_fails_rows_go_in_frames(served: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    def damaged(lane: Lane, until: float, broken: Callable[[], bool]) -> None:
-        real(lane, until, broken)
-        raise LaneFailed("Other bytes came back.")
+@pytest.mark.parametrize(
+    ("end", "after", "required"),
+    [("_prove", True, False), ("_echo", False, False), ("_prove", False, True)],
+    ids=["the attention worker's", "the expert worker's", "a required lane's"],
+)
+def test_where_an_end_of_a_lane_fails_rows_go_in_frames_or_nowhere(
+    served: Serve, monkeypatch: pytest.MonkeyPatch, end: str, after: bool, required: bool
+) -> None:
+    """``after``: bytes went there and back, and the other end takes the lane for good."""
+    real = getattr(nccl_opening, end)
 
-    real = nccl_opening._prove
-    monkeypatch.setattr(nccl_opening, "_prove", damaged)
-    with linked(table_of(seat_of(served(lane="gloo"), 0)), lanes=lanes_of("gloo", required=False)) as link:
-        until(lambda: not link._seats.links[next(iter(link._seats.links))].awaits_lane)
-        assert torch.equal(send(link, ONES), 2 * ONES)
-        assert lanes_in_use(link) == {0: False}
-        assert connections(link) == {0: 1}
-
-
-def test_an_expert_worker_whose_end_fails_is_sent_frames(served: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    def failing(*_: Any) -> None:
+    def failing(*opening: Any) -> None:
+        if after:
+            real(*opening)
         raise LaneFailed("No memory.")
 
-    monkeypatch.setattr(nccl_opening, "_echo", failing)
-    table = table_of(seat_of(served(lane="gloo"), 0))
-    with linked(table, lanes=lanes_of("gloo", required=False)) as link:
-        until(lambda: not link._seats.links[next(iter(link._seats.links))].awaits_lane)
-        assert torch.equal(send(link, ONES), 2 * ONES)
-        assert (lanes_in_use(link), connections(link)) == ({0: False}, {0: 1})
-
-
-def test_where_a_required_lane_fails_the_seat_is_not_used(served: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    def failing(*_: Any) -> None:
-        raise LaneFailed("No memory.")
-
-    monkeypatch.setattr(nccl_opening, "_prove", failing)
-    table = table_of(seat_of(served(lane="gloo"), 0))
-    with linked(table, ready=False, lane="gloo", unavailable_s=0.3) as link:
-        until(lambda: all(seat.problem is not None for seat in link._seats.links.values()))
-        with pytest.raises(ExpertUnavailable, match="No memory"):
-            send(link, ONES)
+    monkeypatch.setattr(nccl_opening, end, failing)
+    options: dict[str, Any] = {"ready": False, "unavailable_s": 0.3} if required else {}
+    with linked(table_at(served(lane="gloo")), lanes=lanes_of("gloo", required=required), **options) as link:
+        (seat,) = link._seats.links.values()
+        if required:
+            until(lambda: seat.problem is not None)
+            with pytest.raises(ExpertUnavailable, match="No memory"):
+                send(link, ONES)
+        else:
+            until(lambda: not seat.awaits_lane)
+            assert doubles(link)
+            assert (seat.lane, seat.connections) == (False, 1)
 
 
 def test_openings_that_are_stuck_are_counted_and_no_thread_is_given_to_more(
@@ -299,7 +262,7 @@ def test_openings_that_are_stuck_are_counted_and_no_thread_is_given_to_more(
     try:
         for number in range(2):
             with linked(table_of(seat_of(served(lane="gloo"), number)), lanes=lanes) as link:
-                assert torch.equal(send(link, ONES), 2 * ONES)
+                assert doubles(link)
                 assert lanes_in_use(link) == {number: False}
         assert lanes.stuck() == 1
         assert asked.acquire(blocking=False)
@@ -309,25 +272,16 @@ def test_openings_that_are_stuck_are_counted_and_no_thread_is_given_to_more(
     until(lambda: lanes.stuck() == 0)
 
 
-def test_a_lane_that_ends_between_calls_costs_a_resend(served: Serve) -> None:
-    first, second = served(lane="gloo"), served(lane="gloo")
-    with linked(table_of(seat_of(first, 0), seat_of(second, 1)), lane="gloo") as link:
-        for peer in list(first._peers):
-            assert peer.lane is not None
-            peer.lane.abort()
-        assert torch.equal(send(link, ONES), 2 * ONES)
-
-
 def test_rows_of_a_call_are_bounded_on_the_lane(served: Serve) -> None:
     server = served(lane="gloo", max_bytes=4096)
-    with linked(table_of(seat_of(server, 0)), lane="gloo") as link:
+    with linked(table_at(server), lane="gloo") as link:
         x_TD = torch.randn(400, 4)  # 24 bytes each
         assert torch.equal(send(link, x_TD), 2 * x_TD)
         assert server.counts.calls == 3
-        connection = link._seats.links[next(iter(link._seats.links))]._connection
-        assert connection is not None
+        (seat,) = link._seats.links.values()
+        assert seat._connection is not None
         with pytest.raises(WireError, match="announced 1000000000 rows"):
-            connection.peer.receive_rows(1_000_000_000, 4, torch.float32)
+            seat._connection.peer.receive_rows(1_000_000_000, 4, torch.float32)
 
 
 def test_a_store_ends_its_wait() -> None:
@@ -375,17 +329,6 @@ def weight_sources(*seats: Any, group: ShardGroup, held: dict[int, ExpertWeights
 GROUP = ShardGroup(number=0, experts={0: IDS, 1: IDS})
 
 
-def test_weights_come_from_a_seat_that_holds_them(served: Serve) -> None:
-    held = layers()
-    server = served(lane="gloo", weights=given(held))
-    got = weight_sources(seat_of(server, 0), group=GROUP, held=held).weights(GROUP)
-    assert got is not None
-    for layer, weights in held.items():
-        assert torch.equal(got[layer].w_gate_up_E2FD, weights.w_gate_up_E2FD)
-        assert torch.equal(got[layer].w_down_EDF, weights.w_down_EDF)
-        assert got[layer].expert_ids == IDS
-
-
 class Reported:
     """A loading's progress."""
 
@@ -400,22 +343,27 @@ class Reported:
         self.parts.append(nbytes)
 
 
-def test_weights_on_their_way_are_reported_tensor_by_tensor(served: Serve) -> None:
-    reported, held = Reported(), layers()
-    seat = seat_of(served(lane="gloo", weights=given(held)), 0)
-    assert weight_sources(seat, group=GROUP, held=held).weights(GROUP, progress=reported) is not None
+def test_weights_come_from_a_seat_that_holds_them_and_are_reported_tensor_by_tensor(served: Serve) -> None:
+    held, reported = layers(), Reported()
+    server = served(lane="gloo", weights=given(held))
+    got = weight_sources(seat_of(server, 0), group=GROUP, held=held).weights(GROUP, progress=reported)
+    assert got is not None
+    for layer, weights in held.items():
+        assert torch.equal(got[layer].w_gate_up_E2FD, weights.w_gate_up_E2FD)
+        assert torch.equal(got[layer].w_down_EDF, weights.w_down_EDF)
+        assert got[layer].expert_ids == IDS
     assert reported.begun == [("expert weights from seat 0", sum(reported.parts))]
     assert sorted(reported.parts) == [3 * 4 * 6 * 4] * 2 + [3 * 2 * 6 * 4 * 4] * 2
 
 
 def test_a_peer_that_went_away_leaves_it_to_the_next_and_then_to_the_disk(served: Serve) -> None:
     held = layers()
-    gone, well = served(lane="gloo", weights=given(held)), served(lane="gloo", weights=given(held))
-    seats = seat_of(gone, 0), seat_of(well, 1)
+    gone, well = (served(lane="gloo", weights=given(held)) for _ in range(2))
+    sources = weight_sources(seat_of(gone, 0), seat_of(well, 1), group=GROUP, held=held)
     gone.close()
-    assert weight_sources(*seats, group=GROUP, held=held).weights(GROUP) is not None
+    assert sources.weights(GROUP) is not None
     well.close()
-    assert weight_sources(*seats, group=GROUP, held=held).weights(GROUP) is None
+    assert sources.weights(GROUP) is None
 
 
 def test_a_peer_of_another_cut_or_without_lane_is_no_source(served: Serve) -> None:

@@ -8,11 +8,11 @@ import time
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import pytest
 import torch
+from testkit.fabric.gloo_groups import GlooGroups
+from testkit.waiting import until
 from torch import Tensor
 
 from services.errors import SeatLost
@@ -35,31 +35,18 @@ class Stuck:
             time.sleep(0.001)
 
 
-class Groups:
+class Groups(GlooGroups):
     """As on a device: no group can be freed before each of them was aborted, and ``free`` is set."""
 
-    name, device = "fake", torch.device("cpu")
-
     def __init__(self) -> None:
+        super().__init__()
         self.free = threading.Event()
         self.aborting = threading.Barrier(2)
         self.together = threading.Semaphore(0)
         self.launched = 0
 
-    def identity(self) -> str:
-        return ""
-
     def make(self, store: PairStore, rank: int, host: str) -> object:  # noqa: ARG002
         return object()
-
-    def stream(self) -> None: ...
-
-    def on(self, stream: None) -> AbstractContextManager[Any]:  # noqa: ARG002
-        return nullcontext()
-
-    def mark(self) -> None: ...
-
-    def reach(self, mark: None) -> None: ...
 
     def send(self, group: object, rank: int, rows: Tensor) -> Stuck:  # noqa: ARG002
         assert group is not None
@@ -100,12 +87,13 @@ def test_an_aborted_lane_refuses_to_send_and_to_receive(groups: Groups) -> None:
     shipment = lane.pack(torch.ones(2))
     lane.abort()
     lane.abort()
-    with pytest.raises(SeatLost, match="was ended"):
-        lane.post(shipment, alive)
-    with pytest.raises(SeatLost, match="was ended"):
-        lane.receive(torch.empty(2), deadline_in(), alive)
-    with pytest.raises(SeatLost, match="was ended"):
-        lane.post(shipment, alive, first=True)
+    for use in (
+        lambda: lane.post(shipment, alive),
+        lambda: lane.post(shipment, alive, first=True),
+        lambda: lane.receive(torch.empty(2), deadline_in(), alive),
+    ):
+        with pytest.raises(SeatLost, match="was ended"):
+            use()
     assert groups.launched == 0
 
 
@@ -165,8 +153,9 @@ def test_memory_under_way_is_kept_until_the_groups_are_gone(groups: Groups) -> N
     gc.collect()
     assert kept() is not None
     groups.free.set()
-    until = deadline_in()
-    while kept() is not None:
-        assert time.monotonic() < until
+
+    def freed() -> bool:
         gc.collect()
-        time.sleep(0.01)
+        return kept() is None
+
+    until(freed)

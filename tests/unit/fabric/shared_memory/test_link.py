@@ -9,61 +9,51 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
-from testkit.fabric.tcp import CALM, SECRET, hello, seat_of, serve, table_of
+from testkit.fabric.shared_memory import shared_memory_link, shared_memory_server
+from testkit.fabric.tcp import scaled, seat_of, serve, table_of
 from testkit.gpu.recorded_graph import record
 from testkit.waiting import until
 from torch import Tensor
 
-from moe_kernels.exchange.layout import Layout
 from services.errors import ConfigError, FabricError
 from services.experts.serving import TcpServing
-from services.fabric.shared_memory import server as shared_memory_server
 from services.fabric.shared_memory.host_memory import HostMemory
-from services.fabric.shared_memory.link import SharedMemoryLink, SharedMemoryOptions
+from services.fabric.shared_memory.link import SharedMemoryLink
 from services.fabric.shared_memory.open_memory import memory_for
 from services.fabric.shared_memory.peers import SharedSeat
-from services.fabric.shared_memory.server import SharedMemoryServer
-from services.fabric.tcp.connect import Facts
-from services.fabric.tcp.link import TcpLink
+from services.fabric.shared_memory.server import WAIT_S, SharedMemoryServer
 from services.fabric.tcp.server import ExpertServer
 from services.routing import ShardGroup, even_groups
 
-CPU = torch.device("cpu")
 HIDDEN, EXPERTS, SLOTS, ROWS = 4, 8, 2, 8
 GROUPS = even_groups([0], EXPERTS, 1)
 LONG_S = 30.0
 
 
-def scaled(_layer: int, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-    """Expert e multiplies by e + 1."""
-    return x_TD * (weights_TK * (ids_TK + 1) * (ids_TK >= 0)).sum(1, keepdim=True)
-
-
 @dataclass
 class Seat:
-    """``held``: while it is set, the experts do not answer. ``colocated``: attention computes on their device, too."""
+    """``held``: while it is set, the experts do not answer. ``colocated``: attention computes on their device, too.
+    ``wait_s``: how long a step that has begun waits for its rows."""
 
     number: int
     group: ShardGroup = GROUPS[0]
     held: threading.Event = field(default_factory=threading.Event)
     freed: threading.Event = field(default_factory=threading.Event)
     colocated: bool = False
+    wait_s: float = WAIT_S
     host: SharedMemoryServer = field(init=False)
     server: ExpertServer = field(init=False)
 
     def __post_init__(self) -> None:
-        self.host = SharedMemoryServer(
-            self._compute, memory=HostMemory(), device=CPU, layers=list(self.group.experts), num_experts=EXPERTS,
-            hidden=HIDDEN, dtype=torch.float32, colocated=self.colocated,
-        )  # fmt: skip
+        options = {"colocated": self.colocated, "wait_s": self.wait_s}
+        self.host = shared_memory_server(self._compute, self.group.experts, HIDDEN, torch.float32, EXPERTS, **options)
         self.server = serve(scaled, seat=self.number, memory=self.host, experts=self.group.experts)
 
     def _compute(self, layer: int, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
@@ -73,39 +63,18 @@ class Seat:
 
 
 @contextmanager
-def linked(
-    seats: list[Seat],
-    *,
-    node: str = "here",
-    deadline_s: float = LONG_S,
-    colocated_s: float = 0.0,
-    groups: tuple[ShardGroup, ...] = GROUPS,
-) -> Iterator[SharedMemoryLink]:
-    """Once all seats of this node share memory."""
-    places = [seat_of(seat.server, seat.number, seat.group.number) for seat in seats]
-    table = table_of(*(msgspec.structs.replace(place, node="here") for place in places), groups=groups)
-    link = SharedMemoryLink(
-        lambda extension: TcpLink(
-            table, Facts(hello=hello(), secret=SECRET, timing=CALM), extension=extension, unavailable_s=LONG_S
-        ),
-        table,
-        memory=HostMemory(),
-        device=CPU,
-        layers=list(groups[0].experts),
-        layout=Layout(rows=ROWS, hidden=HIDDEN, slots=SLOTS, dtype=torch.float32, unsummed=True),
-        node=node,
-        options=SharedMemoryOptions(deadline_s=deadline_s, colocated_s=colocated_s, quarantine_s=LONG_S),
-    )
-    try:
+def linked(seats: list[Seat], *, groups: tuple[ShardGroup, ...] = GROUPS, **options: Any) -> Iterator[SharedMemoryLink]:
+    """Once all seats share memory, or none where the link is of another ``node``."""
+    table = table_of(*(seat_of(seat.server, seat.number, seat.group.number) for seat in seats), groups=groups)
+    with ExitStack() as stack:
+        for seat in seats:
+            stack.callback(seat.server.close)
+        options = {"rows": ROWS, "slots": SLOTS, "quarantine_s": LONG_S, "unavailable_s": LONG_S} | options
+        link = stack.enter_context(shared_memory_link(table, seats=0 if options.get("node") else len(seats), **options))
+        for seat in seats:
+            stack.callback(seat.freed.set)
         assert link.wait_ready(LONG_S)
-        assert node != "here" or link.peers.wait_for(lambda shared: len(shared) >= len(seats), LONG_S)
         yield link
-    finally:
-        for seat in seats:
-            seat.freed.set()
-        link.close()
-        for seat in seats:
-            seat.server.close()
 
 
 def step(link: SharedMemoryLink, rows: int, *, known: bool = True) -> tuple[Tensor, Tensor, int]:
@@ -172,6 +141,9 @@ def test_rows_that_memory_has_room_for_need_no_lane() -> None:
     with linked([Seat(0)], node="elsewhere") as link:
         (seat,) = link.tcp._seats.links.values()
         assert not link.peers.carries(seat, 1)
+        link.begin_step(1, [3])
+        assert link.graph_key() is None, "nothing is replayed where rows go over tcp"
+        assert link.finish_step()
 
 
 def test_a_graph_serves_steps_of_its_key_whichever_seat_is_left() -> None:
@@ -205,13 +177,6 @@ def test_a_graph_serves_steps_of_its_key_whichever_seat_is_left() -> None:
         assert torch.equal(y_TD, x_TD * (2 + 7))
 
 
-def test_nothing_is_replayed_where_rows_go_over_tcp() -> None:
-    with linked([Seat(0)], node="elsewhere") as link:
-        link.begin_step(1, [3])
-        assert link.graph_key() is None
-        assert link.finish_step()
-
-
 def test_memory_is_shared_with_all_groups_or_not_with_all() -> None:
     groups = even_groups([0], EXPERTS, 2)
     seats = [Seat(0, groups[0]), Seat(1, groups[0]), Seat(2, groups[1])]
@@ -233,11 +198,11 @@ def test_of_replicas_the_one_of_this_process_is_taken(own: int) -> None:
         assert link.shared() == {0: own}
 
 
-@pytest.mark.parametrize(("rows", "known", "node"), [(9, True, "here"), (3, False, "here"), (3, True, "elsewhere")])
+@pytest.mark.parametrize(("rows", "known", "node"), [(9, True, ""), (3, False, ""), (3, True, "elsewhere")])
 def test_other_steps_and_other_machines_go_over_tcp(rows: int, known: bool, node: str) -> None:
     seat = Seat(0)
     with linked([seat], node=node) as link:
-        assert node == "here" or not link.peers.wait_for(bool, 0.5), "seats of other machines get no offer"
+        assert not node or not link.peers.wait_for(bool, 0.5), "seats of other machines get no offer"
         found, expected, _ = step(link, rows, known=known)
         assert torch.equal(found, expected)
         assert link.shared() == {}
@@ -318,14 +283,11 @@ def test_a_seat_in_the_step_under_way_stays_in_use_until_that_is_finished() -> N
 
 
 @contextmanager
-def linked_two_groups(
-    monkeypatch: pytest.MonkeyPatch,
-) -> Iterator[tuple[SharedMemoryLink, list[Seat], Callable[..., Any]]]:
+def linked_two_groups() -> Iterator[tuple[SharedMemoryLink, list[Seat], Callable[..., Any]]]:
     """Two seats of group 0, of which the first does not answer and dies soon, and one of group 1. With them what runs a
     step: whether it is valid, and what its first micro-batch gave."""
-    monkeypatch.setattr(shared_memory_server, "WAIT_S", LONG_S)
     groups = even_groups([0], EXPERTS, 2)
-    seats = [Seat(0, groups[0]), Seat(1, groups[0]), Seat(2, groups[1])]
+    seats = [Seat(number, groups[group], wait_s=LONG_S) for number, group in ((0, 0), (1, 0), (2, 1))]
     seats[0].held.set()
     x_TD, ids_TK, weights_TK = torch.ones(3, HIDDEN), torch.tensor([[1, 6]]).expand(3, SLOTS), torch.ones(3, SLOTS)
 
@@ -339,12 +301,10 @@ def linked_two_groups(
         yield link, seats, run
 
 
-def test_a_seat_that_waits_for_rows_of_a_step_given_up_takes_the_next_one_at_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_seat_that_waits_for_rows_of_a_step_given_up_takes_the_next_one_at_once() -> None:
     """Group 1 gets no rows of the second micro-batch, since group 0's seat dies in the first. The step that follows has
     one micro-batch: nothing of it comes where group 1's seat waits."""
-    with linked_two_groups(monkeypatch) as (link, seats, run):
+    with linked_two_groups() as (link, seats, run):
         began = time.monotonic()
         assert not run(1, micro_batches=2)[0]
         seats[0].freed.set()
@@ -355,49 +315,45 @@ def test_a_seat_that_waits_for_rows_of_a_step_given_up_takes_the_next_one_at_onc
         assert time.monotonic() < began + LONG_S / 2
 
 
-def test_a_seat_waits_no_longer_for_a_step_given_up_though_no_other_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_seat_waits_no_longer_for_a_step_given_up_though_no_other_comes() -> None:
     """A seat that let a deadline pass gets rows over tcp from then on, and its GPU is to be free for them."""
-    with linked_two_groups(monkeypatch) as (_, seats, run):
+    with linked_two_groups() as (_, seats, run):
         assert not run(1, micro_batches=2)[0]
         until(seats[2].host.idle, "the seat that lives has ended the step")
 
 
-@pytest.mark.parametrize(("choice", "found"), [("off", type(None)), ("auto", type(None)), ("host", HostMemory)])
-def test_auto_changes_nothing_on_a_cpu(choice: str, found: type) -> None:
-    memory = memory_for(choice, CPU)
-    assert isinstance(memory, found)
-    if memory is not None:
-        memory.close()
-
-
 @pytest.mark.parametrize(
-    ("choice", "gpus", "colocated", "shares"),
+    ("choice", "device", "gpus", "colocated", "shares"),
     [
-        ("auto", 2, False, True),
-        ("auto", 1, False, False),
-        ("auto", 1, True, True),  # with the seat of its own process
-        ("off", 2, True, False),
+        ("off", "cpu", 0, False, False),
+        ("auto", "cpu", 0, False, False),
+        ("host", "cpu", 0, False, True),
+        ("auto", "cuda", 2, False, True),
+        ("auto", "cuda", 1, False, False),
+        ("auto", "cuda", 1, True, True),  # with the seat of its own process
+        ("off", "cuda", 2, True, False),
     ],
 )
-def test_auto_shares_between_different_gpus(
-    choice: str, gpus: int, colocated: bool, shares: bool, monkeypatch: pytest.MonkeyPatch
+def test_memory_is_shared_as_chosen_and_by_auto_between_gpus(
+    choice: str, device: str, gpus: int, colocated: bool, shares: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The choice alone: the driver's memory is made up."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr("services.fabric.shared_memory.cuda_memory.CudaMemory", lambda device, **_options: device)
-    assert (memory_for(choice, torch.device("cuda"), colocated=colocated) is not None) == shares
+    memory = memory_for(choice, torch.device(device), colocated=colocated)
+    assert (memory is not None) == shares
+    if device == "cpu" and memory is not None:
+        assert isinstance(memory, HostMemory)
+        memory.close()
 
 
-def test_auto_without_a_driver_shares_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_the_driver_or_the_device_cannot_share_nothing_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(_device: torch.device, **_options: object) -> None:
         raise FabricError("The driver is too old.")
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr("services.fabric.shared_memory.cuda_memory.CudaMemory", fail)
     assert memory_for("auto", torch.device("cuda")) is None
-
-
-def test_memory_of_the_host_is_not_for_gpus() -> None:
     with pytest.raises(ConfigError, match="--device cpu"):
         memory_for("host", torch.device("cuda"))
 

@@ -10,17 +10,42 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import repeat
 
 import msgspec
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from testkit.fabric.frames import FRAMES, HANDLE, NONCE, mutated, nearly_frames, nearly_messages
+from testkit.fabric.frames import (
+    CALL,
+    FRAME_OF,
+    HANDLE,
+    MESSAGES,
+    NONCE,
+    STEP,
+    framed,
+    mutated,
+    nearly_frames,
+    nearly_messages,
+)
 from testkit.fabric.shared_memory import serve_shared
-from testkit.fabric.tcp import SECRET, double, hello, linked, scaled, seat_of, send, serve, table_of
+from testkit.fabric.tcp import (
+    ONES,
+    SECRET,
+    doubles,
+    ended,
+    hello,
+    linked,
+    scaled,
+    seat_of,
+    send,
+    serve,
+    table_at,
+    table_of,
+)
 from testkit.processes.servers import free_port
 from testkit.waiting import until
 
@@ -29,7 +54,6 @@ from services.fabric.faults import Faults
 from services.fabric.lockstep.rendezvous import Facts
 from services.fabric.lockstep.rendezvous import _facts_of as facts_of_rank
 from services.fabric.lockstep.store_proxy import ClientProxy, ServerProxy
-from services.fabric.nccl.messages import Fetch, LaneNote, Weights
 from services.fabric.shared_memory import messages as sharing
 from services.fabric.shared_memory.host_memory import HostMemory
 from services.fabric.shared_memory.memory import MemoryHandle, decode_handle
@@ -44,26 +68,7 @@ from services.fabric.tcp.stream import Stream
 from services.routing import Seat
 
 GENEROUS = Timing(handshake_s=20.0, alive_s=0.5, silence_s=20.0)
-ONES = torch.ones(3, 4)
 FUZZ = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
-MESSAGES = [
-    hello(),
-    NONCE,
-    tcp_handshake.Proof(hello=b"h", proof=b"p"),
-    tcp_handshake.Refused(code="c", message="m"),
-    tcp_wire.Dispatch(call=1, epoch=2, step=3, layer=4, micro_batch=5, rows=1, slots=2, reduced=True),
-    tcp_wire.Answer(call=1, rows=1, dtype="float32"),
-    tcp_wire.Failed(call=1, code="c", message="m"),
-    tcp_wire.Echo(crc=1),
-    LaneNote(key="k", value=b"v"),
-    Fetch(layer=1),
-    Weights(layer=1, name="n", shape=(1, 2), checksum=3),
-    sharing.ShareRequest(handle=b"t", rows=8, slots=2, micro_batches=1, unsummed=True),
-    sharing.ShareReply(handle=b"t"),
-    sharing.Step(epoch=1, step=2, base=3, bucket=8, micro_batches=1, deadline_s=0.5),
-    sharing.Stop(),
-    HANDLE,
-]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -111,7 +116,7 @@ def seat() -> Iterator[ExpertServer]:
 @pytest.fixture(scope="module")
 def bystander(seat: ExpertServer) -> Iterator[TcpLink]:
     """An honest attention worker: whatever others send, its connection stays and it is answered."""
-    with linked(table_of(seat_of(seat, 0)), timing=GENEROUS) as link:
+    with linked(table_at(seat), timing=GENEROUS) as link:
         yield link
         assert torch.equal(send(link, ONES), ONES)
         assert seat.failure is None
@@ -121,18 +126,13 @@ def bystander(seat: ExpertServer) -> Iterator[TcpLink]:
 def sent(seat: ExpertServer, data: bytes, *, proven: bool) -> None:
     """Sends ``data``, and waits for the other side to be done with it and close."""
     stream = Stream(socket.create_connection(seat.address), silence_s=30, name="seat")
-    try:
-        if proven:
-            tcp_handshake.greet(stream, SECRET, hello(), time.monotonic() + 30)
-        with suppress(FabricError):
-            stream.send([memoryview(data)])
-        with suppress(OSError):
-            stream._sock.shutdown(socket.SHUT_WR)
-        with suppress(FabricError):
-            while True:
-                stream.recv_into(memoryview(bytearray(1)), time.monotonic() + 30)
-    finally:
-        stream.close()
+    if proven:
+        tcp_handshake.greet(stream, SECRET, hello(), time.monotonic() + 30)
+    with suppress(FabricError):
+        stream.send([memoryview(data)])
+    with suppress(OSError):
+        stream._sock.shutdown(socket.SHUT_WR)
+    assert ended(stream)
 
 
 def counted(seat: ExpertServer, wire_errors: int) -> None:
@@ -142,6 +142,8 @@ def counted(seat: ExpertServer, wire_errors: int) -> None:
 
 @FUZZ
 @given(data=nearly_frames(), proven=st.booleans())
+@example(data=FRAME_OF[Kind.REFUSED], proven=True)
+@example(data=FRAME_OF[Kind.DISPATCH], proven=True)  # by a lane, which there is not
 def test_a_seat_outlives_whatever_is_sent(seat: ExpertServer, bystander: TcpLink, data: bytes, proven: bool) -> None:
     sent(seat, data, proven=proven)
     assert torch.equal(send(bystander, ONES), ONES)
@@ -154,7 +156,7 @@ def test_each_damaged_frame_is_counted(seat: ExpertServer, bystander: TcpLink, p
     header = b"\x99\xa1\xff"
     for kind in (99, Kind.HELLO, *((Kind.DISPATCH, Kind.ECHO, Kind.SHARED_STEP) if proven else ())):
         before = seat.faults.totals().get("wire_error", 0)
-        sent(seat, tcp_wire.FIXED.pack(b"EMXF", 1, kind, len(header), 0) + header, proven=proven)
+        sent(seat, framed(kind, header), proven=proven)
         counted(seat, before + 1)
     assert torch.equal(send(bystander, ONES), ONES)
 
@@ -163,7 +165,7 @@ def test_calls_that_would_fill_a_seats_memory_are_refused(seat: ExpertServer, by
     """Rows of nothing, whose queue has no end; layers that it does not have, each of which would be counted; a row for
     each of a thousand slots, together more than anybody takes."""
     rows, slots = 8192, 1024
-    nothing = tcp_wire.Dispatch(call=1, epoch=0, step=0, layer=0, micro_batch=0, rows=0, slots=1, reduced=False)
+    nothing = msgspec.structs.replace(CALL, rows=0, slots=1)
     many = msgspec.structs.replace(nothing, rows=rows, slots=slots)
     wide = [torch.zeros(rows, slots, dtype=torch.int32), torch.zeros(rows, 4)]
     for call, tensors in ((nothing, []), (many, wide)):
@@ -185,14 +187,19 @@ class Impostor:
 
     def __init__(self) -> None:
         self._listener = socket.create_server(("127.0.0.1", 0))
-        self.said: queue.SimpleQueue[tuple[str, bytes]] = queue.SimpleQueue()
-        self.done: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._said: queue.SimpleQueue[tuple[str, Iterable[bytes]]] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[None] = queue.SimpleQueue()
         threading.Thread(target=self._serve, daemon=True).start()
 
     @property
     def seat(self) -> Seat:
         port = self._listener.getsockname()[1]
         return Seat(number=1, worker="experts-1", group=0, host="127.0.0.1", port=port)
+
+    def say(self, stage: str, said: Iterable[bytes]) -> None:
+        """Return when the other side has ended the connection."""
+        self._said.put((stage, said))
+        self._done.get(timeout=60)
 
     def close(self) -> None:
         self._listener.close()
@@ -202,18 +209,18 @@ class Impostor:
             while True:
                 sock, _ = self._listener.accept()
                 try:
-                    stage, data = self.said.get_nowait()
+                    stage, said = self._said.get_nowait()
                 except queue.Empty:
                     sock.close()
                     continue
                 with suppress(ExpertMeshError, OSError):
-                    self._play(Stream(sock, silence_s=30, name="attention"), stage, data)
+                    self._play(Stream(sock, silence_s=30, name="attention"), stage, said)
                 sock.close()
-                self.done.put(None)
+                self._done.put(None)
 
     @staticmethod
-    def _play(stream: Stream, stage: str, data: bytes) -> None:
-        """Up to ``stage`` as a seat should, then ``data``, and then it waits for the other side to end."""
+    def _play(stream: Stream, stage: str, said: Iterable[bytes]) -> None:
+        """Up to ``stage`` as a seat should, then what it is to say, and then it waits for the other side to end."""
         until, limits = time.monotonic() + 30, Limits(4096, 1 << 16)
         if stage == "proof":
             read_frame(stream, limits, until)
@@ -224,19 +231,19 @@ class Impostor:
             echo = read_frame(stream, limits, until)
             if stage == "open":
                 stream.send(frame_parts(Kind.ECHO, tcp_wire.message_of(echo, tcp_wire.Echo), [echo.payload]))
-        stream.send([memoryview(data)])
+        for data in said:
+            stream.send([memoryview(data)])
         stream._sock.shutdown(socket.SHUT_WR)
-        while True:
-            stream.recv_into(memoryview(bytearray(1)), until)
+        ended(stream)
 
 
 @contextmanager
-def deceived() -> Iterator[tuple[TcpLink, Impostor]]:
+def deceived(timing: Timing = GENEROUS) -> Iterator[tuple[TcpLink, Impostor]]:
     """An attention worker with an honest seat and one that is not."""
-    honest, impostor = serve(double, timing=GENEROUS), Impostor()
+    honest, impostor = serve(timing=timing), Impostor()
     table = table_of(seat_of(honest, 0), impostor.seat)
     try:
-        with linked(table, timing=GENEROUS, ready=False) as link:
+        with linked(table, timing=timing, ready=False) as link:
             until(lambda: 0 in link.usable(), "the honest seat is there")
             yield link, impostor
     finally:
@@ -252,10 +259,10 @@ def test_an_attention_worker_outlives_whatever_a_seat_says(
 
         @FUZZ
         @given(st.sampled_from(["hello", "proof", "echo", "open"]), nearly_frames())
+        @example("open", FRAME_OF[Kind.ANSWER])  # to a call that nobody made
         def say(stage: str, data: bytes) -> None:
-            impostor.said.put((stage, data))
-            impostor.done.get(timeout=60)
-            assert torch.equal(send(link, ONES), 2 * ONES)
+            impostor.say(stage, [data])
+            assert doubles(link)
 
         say()
         assert link.faults().get("error", 0) == 0, "an error that is not in the tree"
@@ -267,45 +274,30 @@ def test_an_attention_worker_outlives_whatever_a_seat_says(
     ("stage", "data", "reason"),
     [
         ("hello", b"HTTP/1.1 400 Bad Request\r\n\r\n", "wire_error"),
-        ("proof", FRAMES[3], "secret_mismatch"),
-        ("echo", tcp_wire.FIXED.pack(b"EMXF", 1, Kind.ECHO, 2, 0) + b"\x91\xc1", "wire_error"),
-        ("open", tcp_wire.FIXED.pack(b"EMXF", 1, 99, 0, 0), "wire_error"),
+        ("proof", FRAME_OF[Kind.WELCOME], "secret_mismatch"),
+        ("echo", framed(Kind.ECHO, b"\x91\xc1"), "wire_error"),
+        ("open", framed(99, b""), "wire_error"),
         ("open", tcp_wire.FIXED.pack(b"EMXF", 2, Kind.ALIVE, 0, 0), "protocol_mismatch"),
-        ("open", tcp_wire.FIXED.pack(b"EMXF", 1, Kind.FAILED, 3, 0) + b"\x93\xa1\xff", "wire_error"),
-        ("open", FRAMES[16], "wire_error"),
+        ("open", framed(Kind.FAILED, b"\x93\xa1\xff"), "wire_error"),
+        ("open", FRAME_OF[Kind.LANE], "wire_error"),
+        ("open", FRAME_OF[Kind.SHARE_REQUEST], "wire_error"),
     ],
 )
 def test_a_seat_that_does_not_keep_to_the_protocol_is_counted_and_tried_again(
     stage: str, data: bytes, reason: str
 ) -> None:
     with deceived() as (link, impostor):
-        impostor.said.put((stage, data))
-        impostor.done.get(timeout=60)
+        impostor.say(stage, [data])
         until(lambda: link.faults() == {reason: 1}, "it is counted")
-        assert torch.equal(send(link, ONES), 2 * ONES)
-        impostor.said.put((stage, data))
-        impostor.done.get(timeout=60)
+        assert doubles(link)
+        impostor.say(stage, [data])
 
 
-def test_a_seat_that_never_stops_talking_is_not_listened_to_for_ever() -> None:
+def test_a_seat_that_never_stops_talking_is_not_listened_to_for_ever(caplog: pytest.LogCaptureFixture) -> None:
     """Instead of the echo that would prove the connection."""
-
-    def talk(stream: Stream) -> None:
-        with suppress(ExpertMeshError):
-            tcp_handshake.admit(stream, SECRET, hello(seat=1), time.monotonic() + 30)
-            chatter = b"".join(frame_parts(Kind.ALIVE)) * 100
-            while True:
-                stream.send([memoryview(chatter)])
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        seat = Seat(number=1, worker="experts-1", group=0, host="127.0.0.1", port=listener.getsockname()[1])
-        timing = Timing(handshake_s=1.0, alive_s=0.5, silence_s=30.0)
-        with linked(table_of(seat), timing=timing, ready=False) as link:
-            sock, _ = listener.accept()
-            threading.Thread(target=talk, args=(Stream(sock, silence_s=30, name="link"),), daemon=True).start()
-            (only,) = link._seats.links.values()
-            until(lambda: only.problem is not None, "it was given up")
-            assert "took too long" in only.problem.message
+    with deceived(Timing(handshake_s=1.0, alive_s=0.5, silence_s=30.0)) as (_, impostor):
+        impostor.say("echo", repeat(100 * framed(Kind.ALIVE, b"")))
+        until(lambda: "took too long" in caplog.text, "it was given up")
 
 
 # shared memory
@@ -354,12 +346,20 @@ def test_memory_handles_are_refused_by_type_whatever_they_say() -> None:
     ],
 )
 def test_a_step_that_no_kernel_could_run_is_refused_as_it_comes(change: dict[str, float]) -> None:
-    step = sharing.Step(epoch=1, step=2, base=3, bucket=8, micro_batches=1)
     with pytest.raises(WireError):
-        tcp_wire.decoded(msgspec.msgpack.encode(msgspec.structs.replace(step, **change)), sharing.Step, "a step")
+        tcp_wire.decoded(msgspec.msgpack.encode(msgspec.structs.replace(STEP, **change)), sharing.Step, "a step")
 
 
 # the ranks' proxy
+
+
+def say(sock: socket.socket, data: bytes) -> None:
+    """And wait for the other side to be done with it and close."""
+    with suppress(OSError):
+        sock.sendall(data)
+        sock.shutdown(socket.SHUT_WR)
+        while sock.recv(4096):
+            pass
 
 
 def test_the_ranks_proxy_outlives_whatever_is_sent() -> None:
@@ -372,11 +372,8 @@ def test_the_ranks_proxy_outlives_whatever_is_sent() -> None:
         @FUZZ
         @given(nearly_frames())
         def sent(data: bytes) -> None:
-            with socket.create_connection(address, timeout=30) as sock, suppress(OSError):
-                sock.sendall(data)
-                sock.shutdown(socket.SHUT_WR)
-                while sock.recv(4096):
-                    pass
+            with socket.create_connection(address, timeout=30) as sock:
+                say(sock, data)
 
         sent()
         assert "error" not in faults.totals(), "an error that is not in the tree"
@@ -406,13 +403,8 @@ def test_a_rank_outlives_whatever_the_proxy_says() -> None:
             answering.join(30)
 
     def answer(listener: socket.socket, data: bytes) -> None:
-        with suppress(OSError):
-            sock, _ = listener.accept()
-            with sock:
-                sock.sendall(data)
-                sock.shutdown(socket.SHUT_WR)
-                while sock.recv(4096):
-                    pass
+        with listener.accept()[0] as sock:
+            say(sock, data)
 
     answered()
 

@@ -5,44 +5,37 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
 import pytest
 import torch
-from testkit.fabric.tcp import Compute, double, linked, part_of, seat_of, send, serve, table_of, tcp_link
+from testkit.fabric.tcp import (
+    ONES,
+    Compute,
+    Serve,
+    double,
+    doubles,
+    linked,
+    seat_of,
+    send,
+    table_at,
+    table_of,
+    tcp_link,
+)
 from testkit.waiting import LIMIT_S, until
 from torch import Tensor
 
 from services.errors import ExpertUnavailable, FingerprintMismatch
 from services.fabric.local import LocalLink
-from services.fabric.tcp import server as tcp_server
-from services.fabric.tcp.connection import Connection, SeatLink
-from services.fabric.tcp.frames import Frame, Kind
+from services.fabric.tcp.connection import SeatLink
+from services.fabric.tcp.frames import Kind
 from services.fabric.tcp.inbox import Call, Inbox
 from services.fabric.tcp.link import TcpLink
 from services.fabric.tcp.server import ExpertServer
 from services.model.experts import ExpertShard, ExpertWeights
 from services.routing import even_groups
-
-Serve = Callable[..., ExpertServer]
-ONES = torch.ones(3, 4)
-
-
-@pytest.fixture
-def served() -> Iterator[Serve]:
-    """:func:`serve`, closed at the end."""
-    servers: list[ExpertServer] = []
-
-    def one(compute: Compute = double, **options: object) -> ExpertServer:
-        servers.append(serve(compute, seat=len(servers), **options))
-        return servers[-1]
-
-    yield one
-    for server in servers:
-        server.close()
 
 
 class Latch:
@@ -101,7 +94,7 @@ def test_reduced_adds_in_another_order() -> None:
 def test_a_large_dispatch_goes_in_calls_that_the_worker_takes(served: Serve) -> None:
     server = served(inbox_rows=4)
     x_TD = torch.randn(11, 4)
-    with linked(table_of(seat_of(server, 0))) as link:
+    with linked(table_at(server)) as link:
         assert torch.equal(send(link, x_TD), 2 * x_TD)
     assert server.counts.calls == 3
 
@@ -109,7 +102,7 @@ def test_a_large_dispatch_goes_in_calls_that_the_worker_takes(served: Serve) -> 
 def test_rows_go_to_the_replica_with_the_least_outstanding(served: Serve) -> None:
     latches = Latch(), Latch()
     servers = [served(latch) for latch in latches]
-    with linked(table_of(*(seat_of(server, number) for number, server in enumerate(servers)))) as link:
+    with linked(table_at(*servers)) as link:
         handles = [dispatch(link, rows) for rows in (5, 2, 2, 2)]  # to seat 0, then 1 until that has more
         until(lambda: servers[0].rows_in_flight == 5 and servers[1].rows_in_flight == 6)
         for latch in latches:
@@ -152,7 +145,7 @@ def test_workers_that_meet_at_a_replica_spread_over_all(served: Serve) -> None:
         return x_TD * 2
 
     servers = [served(slow, join_rows=1) for _ in range(3)]
-    table = table_of(*(seat_of(server, number) for number, server in enumerate(servers)))
+    table = table_at(*servers)
 
     def work(link: TcpLink) -> None:
         for _ in range(30):
@@ -184,30 +177,18 @@ def test_calls_are_joined_by_layer_in_the_order_of_arrival(served: Serve) -> Non
     assert server.counts.expert_rows == {0: {0: 9}, 1: {0: 9}}
 
 
-def alive(link: TcpLink) -> list[Frame]:
-    """Signs of life of its one seat from now on."""
-    (seat,), heard = link._seats.links.values(), list[Frame]()
-    take = seat._take
-
-    def noting(connection: Connection, frame: Frame) -> None:
-        if frame.kind == Kind.ALIVE:
-            heard.append(frame)
-        take(connection, frame)
-
-    seat._take = noting  # type: ignore[method-assign]
-    return heard
-
-
-def test_a_full_inbox_stops_reading(served: Serve) -> None:
+def test_a_full_inbox_stops_reading(served: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     """The peers of a worker that holds back still hear that it lives."""
-    latch = Latch()
+    latch, heard = Latch(), list[Kind]()
     server = served(latch, inbox_rows=10)
-    with linked(table_of(seat_of(server, 0)), call_s=60) as link:
+    with linked(table_at(server), call_s=60) as link:
         handles = [dispatch(link, 4) for _ in range(6)]
         assert latch.entered.acquire(timeout=LIMIT_S)
         until(lambda: server.rows_in_flight == 8)
-        heard = alive(link)
-        until(lambda: len(heard) > 5, "the worker says that it lives")
+        (seat,) = link._seats.links.values()
+        take = seat._take
+        monkeypatch.setattr(seat, "_take", lambda link, frame: (heard.append(frame.kind), take(link, frame)))
+        until(lambda: heard.count(Kind.ALIVE) > 5, "the worker says that it lives")
         most = server.rows_in_flight
         latch.open.set()
         assert all((link.combine(handle) == 8).all() for handle in handles)
@@ -242,8 +223,8 @@ def test_the_line_for_room_is_served_in_order() -> None:
 def test_an_error_answers_its_call_alone(served: Serve) -> None:
     latch = Latch(lambda layer, x_TD, ids_TK, w: 1 / 0 if (x_TD == 7).any() else double(layer, x_TD, ids_TK, w))
     server = served(latch)
-    with linked(table_of(seat_of(server, 0)), unavailable_s=1.0) as link:
-        handles = {rows: dispatch(link, rows) for rows in (1,)}
+    with linked(table_at(server), unavailable_s=1.0) as link:
+        handles = {1: dispatch(link, 1)}
         assert latch.entered.acquire(timeout=LIMIT_S)
         handles |= {rows: dispatch(link, rows) for rows in (2, 7, 3)}
         until(lambda: server.rows_in_flight == 13)
@@ -251,7 +232,7 @@ def test_an_error_answers_its_call_alone(served: Serve) -> None:
         assert all((link.combine(handles[rows]) == 2 * rows).all() for rows in (1, 2, 3))
         with pytest.raises(ExpertUnavailable, match=r"group 0 .* layer 0 .*ZeroDivisionError"):
             link.combine(handles[7])
-        assert torch.equal(send(link, ONES), 2 * ONES)
+        assert doubles(link)
     assert server.counts.failed >= 1
 
 
@@ -271,15 +252,15 @@ class Sick:
 def test_the_only_replica_is_asked_again_when_it_is_well(served: Serve) -> None:
     sick = Sick(3)
     server = served(sick)
-    with linked(table_of(seat_of(server, 0)), unavailable_s=LIMIT_S) as link:
-        assert torch.equal(send(link, ONES), 2 * ONES)
+    with linked(table_at(server), unavailable_s=LIMIT_S) as link:
+        assert doubles(link)
     assert sick.calls == 4
 
 
 def test_a_replica_that_always_fails_is_asked_a_bounded_number_of_times(served: Serve) -> None:
     sick = Sick(1000)
     server = served(sick)
-    with linked(table_of(seat_of(server, 0)), unavailable_s=0.5) as link:
+    with linked(table_at(server), unavailable_s=0.5) as link:
         began = time.monotonic()
         with pytest.raises(ExpertUnavailable, match="for a moment"):
             send(link, ONES)
@@ -300,8 +281,8 @@ def test_the_only_replica_is_asked_again_over_a_new_connection(served: Serve) ->
         return compute(layer, x_TD, ids_TK, weights_TK)
 
     server._loop._compute = cutting
-    with linked(table_of(seat_of(server, 0)), unavailable_s=LIMIT_S) as link:
-        assert torch.equal(send(link, ONES), 2 * ONES)
+    with linked(table_at(server), unavailable_s=LIMIT_S) as link:
+        assert doubles(link)
     assert len(cut) == 2
 
 
@@ -317,15 +298,15 @@ def test_a_seat_whose_thread_meets_an_unexpected_error_connects_again(
         return rows_of(self, *args)
 
     monkeypatch.setattr(SeatLink, "_rows_of", failing)
-    with linked(table_of(seat_of(served(), 0)), unavailable_s=LIMIT_S) as link:
-        assert torch.equal(send(link, ONES), 2 * ONES)
+    with linked(table_at(served()), unavailable_s=LIMIT_S) as link:
+        assert doubles(link)
         assert next(iter(link._seats.links.values())).connections == 2
 
 
 def test_an_error_is_retried_elsewhere(served: Serve) -> None:
     broken, well = served(lambda *_: 1 / 0), served()
-    with linked(table_of(seat_of(broken, 0), seat_of(well, 1))) as link:
-        assert torch.equal(send(link, ONES), 2 * ONES)
+    with linked(table_at(broken, well)) as link:
+        assert doubles(link)
     assert broken.counts.failed == 1
 
 
@@ -336,9 +317,9 @@ def test_a_server_whose_compute_thread_died_says_so_and_answers_nobody(served: S
         raise MemoryError("the thread is gone")
 
     dying._loop._results = die  # type: ignore[assignment,method-assign]
-    with linked(table_of(seat_of(dying, 0), seat_of(well, 1)), call_s=600) as link:
+    with linked(table_at(dying, well), call_s=600) as link:
         began = time.monotonic()
-        assert torch.equal(send(link, ONES), 2 * ONES)
+        assert doubles(link)
         assert time.monotonic() - began < LIMIT_S, "it does not wait for the call's deadline"
         until(lambda: link.usable() == (1,))
     assert isinstance(dying.failure, MemoryError)
@@ -347,7 +328,7 @@ def test_a_server_whose_compute_thread_died_says_so_and_answers_nobody(served: S
 
 def test_experts_that_a_seat_does_not_hold_are_an_error(served: Serve) -> None:
     server = served(experts={0: [0, 1]})
-    with linked(table_of(seat_of(server, 0)), unavailable_s=1.0) as link:
+    with linked(table_at(server), unavailable_s=1.0) as link:
         with pytest.raises(ExpertUnavailable, match=r"does not hold experts \[5\]"):
             send(link, ONES, expert=5)
         assert torch.equal(send(link, ONES, expert=1), 2 * ONES)
@@ -359,9 +340,9 @@ def quarantine_lines(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 def test_nan_of_one_replica_is_its_own(served: Serve, caplog: pytest.LogCaptureFixture) -> None:
     sick, well = served(lambda _l, x_TD, *_: torch.full_like(x_TD, torch.nan)), served()
-    with caplog.at_level(logging.WARNING), linked(table_of(seat_of(sick, 0), seat_of(well, 1))) as link:
+    with caplog.at_level(logging.WARNING), linked(table_at(sick, well)) as link:
         for _ in range(3):
-            assert torch.equal(send(link, ONES), 2 * ONES)
+            assert doubles(link)
     assert sick.counts.calls == 1
     assert len(quarantine_lines(caplog)) == 1
     assert "seat 0" in quarantine_lines(caplog)[0]
@@ -369,7 +350,7 @@ def test_nan_of_one_replica_is_its_own(served: Serve, caplog: pytest.LogCaptureF
 
 def test_nan_of_every_replica_is_the_models(served: Serve, caplog: pytest.LogCaptureFixture) -> None:
     servers = [served(lambda _l, x_TD, *_: torch.full_like(x_TD, torch.nan)) for _ in range(2)]
-    with linked(table_of(seat_of(servers[0], 0), seat_of(servers[1], 1))) as link:
+    with linked(table_at(*servers)) as link:
         assert send(link, ONES).isnan().all()
     assert [server.counts.calls for server in servers] == [1, 1]
     assert not quarantine_lines(caplog)
@@ -377,7 +358,7 @@ def test_nan_of_every_replica_is_the_models(served: Serve, caplog: pytest.LogCap
 
 def test_nan_in_a_row_is_nobodys_fault(served: Serve) -> None:
     servers = [served(), served()]
-    with linked(table_of(seat_of(servers[0], 0), seat_of(servers[1], 1))) as link:
+    with linked(table_at(*servers)) as link:
         assert send(link, torch.full((2, 4), torch.nan)).isnan().all()
     assert sum(server.counts.calls for server in servers) == 1
 
@@ -391,10 +372,10 @@ def test_an_answer_of_another_shape_puts_the_seat_into_quarantine(
         real(self, peer, facts, call, result[:1] if self is wrong else result)  # type: ignore[arg-type]
 
     real = ExpertServer._answer
-    monkeypatch.setattr(tcp_server.ExpertServer, "_answer", short)
-    with linked(table_of(seat_of(wrong, 0), seat_of(well, 1)), quarantine_s=2.0) as link:
-        assert torch.equal(send(link, ONES), 2 * ONES)
-        assert torch.equal(send(link, ONES), 2 * ONES)
+    monkeypatch.setattr(ExpertServer, "_answer", short)
+    with linked(table_at(wrong, well), quarantine_s=2.0) as link:
+        assert doubles(link)
+        assert doubles(link)
         assert (wrong.counts.calls, well.counts.calls) == (1, 2)
         assert len(quarantine_lines(caplog)) == 1
         until(lambda: send(link, ONES) is not None and wrong.counts.calls == 2)  # in time it may take calls again
@@ -403,21 +384,21 @@ def test_an_answer_of_another_shape_puts_the_seat_into_quarantine(
 def test_a_late_answer_is_dropped(served: Serve) -> None:
     latch = Latch()
     slow, well = served(latch), served()
-    with linked(table_of(seat_of(slow, 0), seat_of(well, 1)), call_s=1.0) as link:
-        assert torch.equal(send(link, ONES), 2 * ONES)
+    with linked(table_at(slow, well), call_s=1.0) as link:
+        assert doubles(link)
         assert latch.entered.acquire(timeout=LIMIT_S)
         latch.open.set()
         until(lambda: slow.counts.calls == 1 and slow.rows_in_flight == 0)
-        assert torch.equal(send(link, ONES), 2 * ONES)
+        assert doubles(link)
         until(lambda: all(seat.outstanding_rows == 0 for seat in link._seats.links.values()))
 
 
 def test_the_only_replica_may_be_late(served: Serve) -> None:
     latch = Latch()
     slow = served(latch)
-    with linked(table_of(seat_of(slow, 0)), call_s=0.1, unavailable_s=LIMIT_S) as link:
+    with linked(table_at(slow), call_s=0.1, unavailable_s=LIMIT_S) as link:
         threading.Timer(0.4, latch.open.set).start()
-        assert torch.equal(send(link, ONES), 2 * ONES)
+        assert doubles(link)
     assert slow.counts.calls == 1
 
 
@@ -426,7 +407,7 @@ def test_rows_wait_for_a_replica_to_come(served: Serve) -> None:
     with linked(table_of(), ready=False, unavailable_s=LIMIT_S) as link:
         assert link.missing() == (0,)
         handle = dispatch(link, 3)
-        link.apply(table_of(seat_of(server, 0), epoch=2))
+        link.apply(table_at(server, epoch=2))
         assert (link.combine(handle) == 6).all()
         assert not link.missing()
 
@@ -435,7 +416,7 @@ def test_rows_in_flight_outlive_another_cut_of_the_groups(served: Serve) -> None
     """Group 0 of the new table holds other experts; the part goes where its experts are."""
     latch = Latch()
     lost, low, high = served(latch), served(experts={0: range(4)}), served(experts={0: range(4, 8)})
-    with linked(table_of(seat_of(lost, 0))) as link:
+    with linked(table_at(lost)) as link:
         handle = link.dispatch(0, ONES, torch.full((3, 1), 6), torch.ones(3, 1))
         assert latch.entered.acquire(timeout=LIMIT_S)
         seats = seat_of(low, 1, 0), seat_of(high, 2, 1)
@@ -480,7 +461,7 @@ def test_a_seat_that_owes_nothing_may_go_while_others_are_waited_for(served: Ser
 
 def test_older_tables_change_nothing_and_other_models_are_refused(served: Serve) -> None:
     server = served()
-    with linked(table_of(seat_of(server, 0), epoch=3)) as link:
+    with linked(table_at(server, epoch=3)) as link:
         link.apply(table_of(epoch=2))
         assert not link.missing()
         other = table_of(epoch=4)
@@ -488,31 +469,29 @@ def test_older_tables_change_nothing_and_other_models_are_refused(served: Serve)
             link.apply(type(other)(epoch=4, fingerprint="another", num_experts=8, groups=other.groups))
 
 
-def parted(link: TcpLink) -> bool:
-    """Whether it knows why its one seat cannot be used."""
-    return all(seat.problem is not None for seat in link._seats.links.values())
-
-
-def test_another_worker_at_the_address_is_not_used(served: Serve) -> None:
-    server = served()
-    with linked(table_of(seat_of(server, 7)), ready=False, unavailable_s=0.3) as link:
-        until(lambda: parted(link))
-        with pytest.raises(ExpertUnavailable, match="is seat 0 of worker"):
-            send(link, ONES)
-
-
-def test_a_wrong_secret_is_named_in_the_error(served: Serve) -> None:
-    server = served(secret=b"another")
-    with linked(table_of(seat_of(server, 0)), ready=False, unavailable_s=0.3) as link:
-        until(lambda: parted(link))
-        with pytest.raises(ExpertUnavailable, match="does not know this cluster's secret"):
+@pytest.mark.parametrize(
+    ("serving", "lane", "message"),
+    [
+        ({"seat": 7}, "", "is seat 7 of worker"),
+        ({"secret": b"another"}, "", "does not know this cluster's secret"),
+        ({}, "gloo", "can have no gloo lane: it offers none"),
+    ],
+    ids=["another worker at the address", "another secret", "no lane"],
+)
+def test_a_seat_that_cannot_be_used_is_named_in_the_error(
+    served: Serve, serving: dict[str, Any], lane: str, message: str
+) -> None:
+    server = served(**serving)
+    with linked(table_at(server), ready=False, lane=lane, unavailable_s=0.3) as link:
+        until(lambda: all(seat.problem is not None for seat in link._seats.links.values()))
+        with pytest.raises(ExpertUnavailable, match=message):
             send(link, ONES)
 
 
 def test_close_ends_a_combine_that_waits(served: Serve) -> None:
     latch = Latch()
     server = served(latch)
-    with linked(table_of(seat_of(server, 0)), unavailable_s=60, call_s=60) as link:
+    with linked(table_at(server), unavailable_s=60, call_s=60) as link:
         handle = dispatch(link, 2)
         assert latch.entered.acquire(timeout=LIMIT_S)
         threading.Timer(0.1, link.close).start()
@@ -524,12 +503,12 @@ def test_close_ends_a_combine_that_waits(served: Serve) -> None:
 def test_drain_finishes_what_is_here_and_refuses_the_rest(served: Serve) -> None:
     latch = Latch()
     leaving, staying = served(latch), served()
-    with ThreadPoolExecutor(1) as pool, linked(table_of(seat_of(leaving, 0), seat_of(staying, 1))) as link:
+    with ThreadPoolExecutor(1) as pool, linked(table_at(leaving, staying)) as link:
         handle = dispatch(link, 3)
         assert latch.entered.acquire(timeout=LIMIT_S)
         draining = pool.submit(leaving.drain, LIMIT_S)
         until(lambda: link.usable() == (1,))
-        assert torch.equal(send(link, ONES), 2 * ONES)
+        assert doubles(link)
         latch.open.set()
         assert (link.combine(handle) == 6).all()
         assert draining.result(LIMIT_S)
@@ -539,21 +518,16 @@ def test_drain_finishes_what_is_here_and_refuses_the_rest(served: Serve) -> None
 def test_a_leaving_answer_is_resent(served: Serve) -> None:
     """The announcement has not reached the link yet when it dispatches."""
     leaving, staying = served(), served()
-    with linked(table_of(seat_of(leaving, 0), seat_of(staying, 1))) as link:
+    with linked(table_at(leaving, staying)) as link:
         leaving._leaving = True
-        assert torch.equal(send(link, ONES), 2 * ONES)
+        assert doubles(link)
     assert (leaving.counts.calls, staying.counts.calls) == (0, 1)
-
-
-def test_a_shard_holds_its_group_alone() -> None:
-    layers, groups = random_layer(torch.float32), even_groups([0], 8, 3)
-    assert [part_of(layers, group, 8).expert_ids(0) for group in groups] == [(0, 1), (2, 3, 4), (5, 6, 7)]
 
 
 def test_a_call_that_becomes_late_between_two_looks_is_looked_at_again(served: Serve) -> None:
     latch = Latch()
     slow = served(latch)
-    with linked(table_of(seat_of(slow, 0))) as link:
+    with linked(table_at(slow)) as link:
         handle = link.dispatch(0, ONES, torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1))
         (part,) = handle.parts
         assert part.call is not None

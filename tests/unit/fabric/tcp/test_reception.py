@@ -1,4 +1,4 @@
-"""Connections that prove nothing keep nobody out, and cost little: at a seat, the ranks' proxy, the memory server."""
+"""Connections that prove nothing keep nobody out, and cost little: at a seat and the memory server."""
 
 from __future__ import annotations
 
@@ -7,21 +7,15 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from errno import EAGAIN
 from pathlib import Path
 
 import pytest
-import torch
-from testkit.fabric.tcp import SECRET, linked, seat_of, send, serve, table_of
+from testkit.fabric.tcp import Serve, doubles, idle, linked, table_at
 from testkit.processes.certificates import Authority
-from testkit.processes.servers import free_port
 from testkit.waiting import until
 
-from services.fabric.lockstep import store_proxy
-from services.fabric.lockstep.rendezvous import Meeting, _store
-from services.fabric.lockstep.store_proxy import ClientProxy
 from services.fabric.shared_memory.fd_server import FdServer, fetch_fd
 from services.fabric.tcp.frames import Kind, frame_parts
 from services.fabric.tcp.handshake import Nonce
@@ -33,14 +27,6 @@ from services.fabric.tcp.tls import ClientTls, server_tls
 GENEROUS = Timing(handshake_s=60.0, alive_s=0.5, silence_s=30.0)
 """No connection ends for being late while a test runs."""
 UNKNOWN_CLIENTS = 300
-ONES = torch.ones(3, 4)
-
-
-@contextmanager
-def idle(address: tuple[str, int], count: int = UNKNOWN_CLIENTS) -> Iterator[list[socket.socket]]:
-    """Connections that say nothing."""
-    with ExitStack() as stack:
-        yield [stack.enter_context(socket.create_connection(address, timeout=30)) for _ in range(count)]
 
 
 def unproven(server: ExpertServer) -> int:
@@ -52,22 +38,19 @@ def threads(server: ExpertServer) -> int:
 
 
 @pytest.mark.parametrize("encrypted", [False, True])
-def test_idle_unknown_clients_keep_no_attention_worker_out(encrypted: bool, tmp_path: Path) -> None:
+def test_idle_unknown_clients_keep_no_attention_worker_out(served: Serve, encrypted: bool, tmp_path: Path) -> None:
     files = Authority(tmp_path).certificate("DNS:localhost,IP:127.0.0.1") if encrypted else (None, None)
     tls = ClientTls(tmp_path / "ca.crt") if encrypted else None
-    server = serve(timing=GENEROUS, tls=server_tls(*files), max_connections=1)
-    try:
-        with idle(server.address):
-            until(lambda: unproven(server) == MAX_UNPROVEN, "the room for unknown clients is full")
-            with linked(table_of(seat_of(server, 0)), timing=GENEROUS, tls=tls) as link:
-                assert torch.equal(send(link, ONES), 2 * ONES)
-                with idle(server.address):
-                    until(lambda: server.faults.totals()["crowded"] >= 2 * UNKNOWN_CLIENTS - MAX_UNPROVEN, "more")
-                    assert threads(server) <= MAX_UNPROVEN + 1
-                    assert torch.equal(send(link, ONES), 2 * ONES)
-                assert [seat.connections for seat in link._seats.links.values()] == [1], "who has proven itself stays"
-    finally:
-        server.close()
+    server = served(timing=GENEROUS, tls=server_tls(*files), max_connections=1)
+    with idle(server.address, UNKNOWN_CLIENTS):
+        until(lambda: unproven(server) == MAX_UNPROVEN, "the room for unknown clients is full")
+        with linked(table_at(server), timing=GENEROUS, tls=tls) as link:
+            assert doubles(link)
+            with idle(server.address, UNKNOWN_CLIENTS):
+                until(lambda: server.faults.totals()["crowded"] >= 2 * UNKNOWN_CLIENTS - MAX_UNPROVEN, "more")
+                assert threads(server) <= MAX_UNPROVEN + 1
+                assert doubles(link)
+            assert [seat.connections for seat in link._seats.links.values()] == [1], "who has proven itself stays"
 
 
 def dripped(sock: socket.socket, data: bytes) -> int:
@@ -84,61 +67,38 @@ def dripped(sock: socket.socket, data: bytes) -> int:
     return len(data)
 
 
-def test_an_unknown_client_that_drips_bytes_is_disconnected_when_a_handshake_must_be_over() -> None:
-    server = serve(timing=Timing(handshake_s=1.0, alive_s=0.5, silence_s=30.0))
-    try:
-        with socket.create_connection(server.address, timeout=0.1) as dripping:
-            taken = dripped(dripping, b"".join(frame_parts(Kind.HELLO, Nonce(nonce=b"n" * 32))))
-        assert 1 <= taken < 20, "a byte each tenth of a second, for a second"
-        until(lambda: threads(server) == 0, "nothing is left of it")
-    finally:
-        server.close()
+def test_an_unknown_client_that_drips_bytes_is_disconnected_when_a_handshake_must_be_over(served: Serve) -> None:
+    server = served(timing=Timing(handshake_s=1.0, alive_s=0.5, silence_s=30.0))
+    with socket.create_connection(server.address, timeout=0.1) as dripping:
+        taken = dripped(dripping, b"".join(frame_parts(Kind.HELLO, Nonce(nonce=b"n" * 32))))
+    assert 1 <= taken < 20, "a byte each tenth of a second, for a second"
+    until(lambda: threads(server) == 0, "nothing is left of it")
 
 
-def test_connections_that_have_proven_themselves_have_a_bound_of_their_own() -> None:
-    server = serve(timing=GENEROUS, max_connections=1)
-    table = table_of(seat_of(server, 0))
-    try:
-        with linked(table, timing=GENEROUS, ready=False) as second:
-            with linked(table, timing=GENEROUS, ready=False) as first:
-                until(lambda: len(first.usable()) + len(second.usable()) == 1, "one of them is in")
-                late = second if first.usable() else first
-                links = late._seats.links
-                until(lambda: [link.problem.code for link in links.values() if link.problem] == ["seat_full"], "full")
-                assert server.faults.totals()["seat_full"] >= 1
-            until(lambda: len(second.usable()) == 1, "there is room once the first is gone")
-    finally:
-        server.close()
+def test_connections_that_have_proven_themselves_have_a_bound_of_their_own(served: Serve) -> None:
+    server = served(timing=GENEROUS, max_connections=1)
+    table = table_at(server)
+    with linked(table, timing=GENEROUS, ready=False) as second:
+        with linked(table, timing=GENEROUS, ready=False) as first:
+            until(lambda: len(first.usable()) + len(second.usable()) == 1, "one of them is in")
+            late = second if first.usable() else first
+            links = late._seats.links
+            until(lambda: [link.problem.code for link in links.values() if link.problem] == ["seat_full"], "full")
+            assert server.faults.totals()["seat_full"] >= 1
+        until(lambda: len(second.usable()) == 1, "there is room once the first is gone")
 
 
-def test_unknown_clients_do_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    server = serve(timing=GENEROUS)
-    try:
-        with caplog.at_level(logging.INFO):
-            for _ in range(40):
-                with socket.create_connection(server.address, timeout=30) as noisy:
-                    noisy.sendall(b"GET / HTTP/1.1\r\n" + b"x" * 100)
-                    while noisy.recv(4096):
-                        pass
-            until(lambda: server.faults.totals()["wire_error"] == 40, "all are counted")
-        notes = [record for record in caplog.records if "does not speak" in record.getMessage()]
-        assert 1 <= len(notes) <= 6, "one in ten seconds"
-    finally:
-        server.close()
-
-
-def test_unknown_clients_keep_no_rank_from_the_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_proxy, "HANDSHAKE_S", 60.0)
-    port = free_port()
-    meeting = Meeting(
-        rank=0, ranks=2, address="127.0.0.1", port=port, host="127.0.0.1", timeout_s=5, secret=SECRET
-    )  # fmt: skip
-    found = _store(meeting)
-    try:
-        with idle(("127.0.0.1", port)):
-            ClientProxy("127.0.0.1", port, secret=SECRET, name="rank 1").close()
-    finally:
-        found.proxy.close()
+def test_unknown_clients_do_not_fill_the_log(served: Serve, caplog: pytest.LogCaptureFixture) -> None:
+    server = served(timing=GENEROUS)
+    with caplog.at_level(logging.INFO):
+        for _ in range(40):
+            with socket.create_connection(server.address, timeout=30) as noisy:
+                noisy.sendall(b"GET / HTTP/1.1\r\n" + b"x" * 100)
+                while noisy.recv(4096):
+                    pass
+        until(lambda: server.faults.totals()["wire_error"] == 40, "all are counted")
+    notes = [record for record in caplog.records if "does not speak" in record.getMessage()]
+    assert 1 <= len(notes) <= 6, "one in ten seconds"
 
 
 def test_neighbours_who_ask_for_nothing_keep_nobody_from_memory() -> None:
@@ -159,8 +119,10 @@ def test_neighbours_who_ask_for_nothing_keep_nobody_from_memory() -> None:
         os.close(file)
 
 
-def test_a_machine_without_threads_to_spare_does_not_end_the_seat(monkeypatch: pytest.MonkeyPatch) -> None:
-    server = serve(timing=GENEROUS)
+def test_a_machine_without_threads_to_spare_does_not_end_the_seat(
+    served: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = served(timing=GENEROUS)
     start = threading.Thread.start
 
     def scarce(thread: threading.Thread) -> None:
@@ -168,13 +130,10 @@ def test_a_machine_without_threads_to_spare_does_not_end_the_seat(monkeypatch: p
             raise RuntimeError("can't start new thread")
         start(thread)
 
-    try:
-        with monkeypatch.context() as patched:
-            patched.setattr(threading.Thread, "start", scarce)
-            with socket.create_connection(server.address, timeout=30) as refused:
-                assert refused.recv(1) == b""
-        assert server.failure is None
-        with linked(table_of(seat_of(server, 0)), timing=GENEROUS) as link:
-            assert torch.equal(send(link, ONES), 2 * ONES)
-    finally:
-        server.close()
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", scarce)
+        with socket.create_connection(server.address, timeout=30) as refused:
+            assert refused.recv(1) == b""
+    assert server.failure is None
+    with linked(table_at(server), timing=GENEROUS) as link:
+        assert doubles(link)

@@ -6,12 +6,11 @@ import os
 import shutil
 import subprocess
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from testkit.fabric.tcp import CALM, SECRET, linked, seat_of, send, serve, table_of
+from testkit.fabric.tcp import SECRET, Serve, doubles, linked, table_at
 from testkit.models.checkpoints import save_checkpoint
 from testkit.processes.certificates import Authority
 from testkit.waiting import until
@@ -28,7 +27,6 @@ from services.routing import RoutingTable, Seat, even_groups
 NAME = "mesh-experts.models.svc"
 """As a headless service has one, whatever address a pod gets."""
 CPU = torch.device("cpu")
-ONES = torch.ones(3, 4)
 
 
 @pytest.fixture
@@ -37,20 +35,18 @@ def authority(tmp_path: Path) -> Authority:
 
 
 @pytest.fixture
-def server(authority: Authority) -> Iterator[ExpertServer]:
-    running = serve(tls=ServerTls(*authority.certificate(f"DNS:{NAME}")), timing=CALM)
-    yield running
-    running.close()
+def server(served: Serve, authority: Authority) -> ExpertServer:
+    return served(tls=ServerTls(*authority.certificate(f"DNS:{NAME}")))
 
 
 def answered(server: ExpertServer, tls: ClientTls | None) -> bool:
-    with linked(table_of(seat_of(server, 0)), tls=tls) as link:
-        return torch.equal(send(link, ONES), 2 * ONES)
+    with linked(table_at(server), tls=tls) as link:
+        return doubles(link)
 
 
 def refused(server: ExpertServer, tls: ClientTls | None) -> str:
     """Why an attention worker does not use the seat."""
-    with linked(table_of(seat_of(server, 0)), tls=tls, ready=False) as link:
+    with linked(table_at(server), tls=tls, ready=False) as link:
         (seat,) = link._seats.links.values()
         until(lambda: seat.problem is not None, "it is refused")
         assert link.faults().get("tls", 0) >= 1
@@ -58,23 +54,30 @@ def refused(server: ExpertServer, tls: ClientTls | None) -> str:
         return seat.problem.message
 
 
-def test_a_certificate_may_carry_a_name_that_is_not_the_address(server: ExpertServer, authority: Authority) -> None:
+def test_a_certificate_may_carry_a_name_that_is_not_the_address(
+    server: ExpertServer, authority: Authority, tmp_path: Path
+) -> None:
+    """The name alone is not enough: another authority's certificate may carry it, too."""
+    unknown = Authority(tmp_path / "elsewhere", "another")
     assert answered(server, ClientTls(authority.file, NAME))
     assert "IP address mismatch" in refused(server, ClientTls(authority.file))
     assert "Hostname mismatch" in refused(server, ClientTls(authority.file, "another.models.svc"))
-
-
-def test_the_name_alone_is_not_enough(server: ExpertServer, tmp_path: Path) -> None:
-    unknown = Authority(tmp_path / "elsewhere", "another")
     assert "certificate verify failed" in refused(server, ClientTls(unknown.file, NAME))
 
 
+def test_rows_of_many_calls_travel_encrypted(server: ExpertServer, authority: Authority) -> None:
+    x_TD = torch.randn(2000, 4)
+    with linked(table_at(server), tls=ClientTls(authority.file, NAME)) as link:
+        handles = [link.dispatch(0, x_TD, torch.zeros(2000, 1).long(), torch.ones(2000, 1)) for _ in range(20)]
+        assert all(torch.equal(link.combine(handle), 2 * x_TD) for handle in handles)
+
+
 def test_a_renewed_certificate_is_used_by_the_next_connection(server: ExpertServer, authority: Authority) -> None:
-    with linked(table_of(seat_of(server, 0)), tls=ClientTls(authority.file, NAME)) as before:
+    with linked(table_at(server), tls=ClientTls(authority.file, NAME)) as before:
         authority.certificate("DNS:renewed")
         assert answered(server, ClientTls(authority.file, "renewed"))
         assert "Hostname mismatch" in refused(server, ClientTls(authority.file, NAME))
-        assert torch.equal(send(before, ONES), 2 * ONES)
+        assert doubles(before)
         assert [seat.connections for seat in before._seats.links.values()] == [1], "what was there goes on"
 
 
@@ -86,7 +89,7 @@ def test_a_renewed_authority_is_trusted_by_the_next_connection(server: ExpertSer
     assert answered(server, tls)
 
 
-def test_a_secret_of_kubernetes_changes_by_a_link(tmp_path: Path, authority: Authority) -> None:
+def test_a_secret_of_kubernetes_changes_by_a_link(served: Serve, tmp_path: Path, authority: Authority) -> None:
     """Folders by number, and a link to the one in force, which is swapped."""
     for number, name in enumerate((NAME, "renewed")):
         authority.certificate(f"DNS:{name}")
@@ -94,14 +97,11 @@ def test_a_secret_of_kubernetes_changes_by_a_link(tmp_path: Path, authority: Aut
     (tmp_path / "..data").symlink_to("..0")
     for file in ("tls.crt", "tls.key"):
         (tmp_path / file).symlink_to(f"..data/{file}")
-    server = serve(tls=ServerTls(tmp_path / "tls.crt", tmp_path / "tls.key"), timing=CALM)
-    try:
-        assert answered(server, ClientTls(authority.file, NAME))
-        (tmp_path / "..tmp").symlink_to("..1")
-        os.replace(tmp_path / "..tmp", tmp_path / "..data")
-        assert answered(server, ClientTls(authority.file, "renewed"))
-    finally:
-        server.close()
+    server = served(tls=ServerTls(tmp_path / "tls.crt", tmp_path / "tls.key"))
+    assert answered(server, ClientTls(authority.file, NAME))
+    (tmp_path / "..tmp").symlink_to("..1")
+    os.replace(tmp_path / "..tmp", tmp_path / "..data")
+    assert answered(server, ClientTls(authority.file, "renewed"))
 
 
 def test_files_that_do_not_fit_together_yet_change_nothing(
@@ -124,6 +124,18 @@ def test_files_that_are_gone_for_a_while_change_nothing(server: ExpertServer, au
     assert answered(server, ClientTls(authority.file, NAME))
     hidden.rename(cert)
     assert answered(server, ClientTls(authority.file, NAME))
+
+
+def test_files_that_are_none_or_not_all_are_refused_by_name(tmp_path: Path) -> None:
+    (file := tmp_path / "not-pem").write_text("not PEM")
+    assert server_tls(None, None) is None
+    for wrong in (lambda: server_tls(file, None), lambda: server_tls(None, file)):
+        with pytest.raises(ConfigError, match="--fabric-tls-cert and --fabric-tls-key"):
+            wrong()
+    with pytest.raises(ConfigError, match="not-pem"):
+        server_tls(file, file)
+    with pytest.raises(ConfigError, match=r"--fabric-tls-ca .*nowhere"):
+        ClientTls(tmp_path / "nowhere")
 
 
 def test_a_key_that_asks_for_a_password_is_refused_and_not_waited_for(authority: Authority) -> None:

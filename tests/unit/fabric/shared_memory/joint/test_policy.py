@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
@@ -18,9 +19,9 @@ class World:
     """Clients whose steps follow each other. ``alone_s`` and ``joined_s``: of a step, where it runs alone or begins
     with all others; ``gap_s``: of the client between two."""
 
-    alone_s: float
     joined_s: float
-    offsets: Sequence[float]
+    offsets: Sequence[float] = (0.0, 0.004)
+    alone_s: float = 0.01
     gap_s: Callable[[int, int], float] = lambda _place, _step: 0.0002
     policy: JoinPolicy = field(default_factory=JoinPolicy)
     joined: list[bool] = field(default_factory=list)
@@ -71,11 +72,20 @@ def come(policy: JoinPolicy, place: int, now: float) -> Hold | None:
     return hold
 
 
+def twenty_each(policy: JoinPolicy, now: float = 0.0, *, lead_s: float = 0.0) -> float:
+    """A step of two clients each 10 ms, client 1's so much sooner. When the last of client 0 came."""
+    for _ in range(20):
+        now += 0.01
+        come(policy, 1, now - lead_s)
+        come(policy, 0, now)
+    return now
+
+
 @pytest.mark.parametrize(
     "offsets", [(0.0, 0.001), (0.0, 0.0055), (0.0, 0.009), (0.0, 0.003, 0.008), (0.0, 0.0, 0.0, 0.0)]
 )
 def test_clients_meet_once_and_stay_together_where_that_pays(offsets: Sequence[float]) -> None:
-    world = World(alone_s=0.01, joined_s=0.007, offsets=offsets)
+    world = World(joined_s=0.007, offsets=offsets)
     world.run(3000)
     assert sum(world.joined[-400:]) == 400
     assert max(world.held_s) <= MAX_S
@@ -83,7 +93,7 @@ def test_clients_meet_once_and_stay_together_where_that_pays(offsets: Sequence[f
 
 
 def test_clients_run_alone_where_that_is_faster_and_it_is_tried_again() -> None:
-    world = World(alone_s=0.01, joined_s=0.0102, offsets=(0.0, 0.004))
+    world = World(joined_s=0.0102)
     world.run(60_000)
     assert sum(world.joined) < 0.05 * len(world.joined)
     assert not any(world.held_s[-1000:])
@@ -92,74 +102,54 @@ def test_clients_run_alone_where_that_is_faster_and_it_is_tried_again() -> None:
     assert sum(world.joined[-2000:]) > 1500, "by now it pays"
 
 
-def test_what_is_no_faster_is_left() -> None:
-    world = World(alone_s=0.01, joined_s=0.00995, offsets=(0.0, 0.004))
-    world.run(5000)
-    assert sum(world.joined[-1000:]) < 100
-
-
-def test_uneven_clients_wait_for_the_slower_one_only_if_all_gain() -> None:
-    """One needs 6 ms more between its steps: together, the other one would have them, too."""
-    world = World(alone_s=0.01, joined_s=0.009, offsets=(0.0, 0.004), gap_s=lambda place, _: 0.006 * place)
-    world.run(6000)
-    assert sum(world.joined[-1000:]) < 300
+@pytest.mark.parametrize(
+    ("facts", "steps", "joined"),
+    [
+        ({"joined_s": 0.00995}, 5000, range(100)),
+        ({"joined_s": 0.00973, "offsets": (0.0, 0.0052)}, 6000, range(901, 1001)),
+        # One client needs 6 ms more between its steps: together, the other one would have them, too.
+        ({"joined_s": 0.009, "gap_s": lambda place, _: 0.006 * place}, 6000, range(300)),
+        # In a trial of steps together, both clients have no requests for 0.9 s now and then.
+        ({"joined_s": 0.007, "gap_s": lambda _, step: 0.9 if step % 7 == 3 and step < 34 else 0.0002}, 2100, [1000]),
+    ],
+    ids=["no faster", "a small gain that lasts", "uneven clients", "rests show nothing about the way that ran"],
+)
+def test_steps_join_only_if_all_gain(facts: dict[str, Any], steps: int, joined: Collection[int]) -> None:
+    """``joined``: of the last thousand."""
+    world = World(**facts)
+    world.run(steps)
+    assert sum(world.joined[-1000:]) in joined
 
 
 def test_a_client_alone_is_never_held() -> None:
-    world = World(alone_s=0.01, joined_s=0.001, offsets=(0.0,))
+    world = World(joined_s=0.001, offsets=(0.0,))
     world.run(500)
     assert not any(world.held_s)
 
 
-def test_nobody_is_held_for_who_has_left_or_rests() -> None:
-    for leaves in (True, False):
-        policy, now = JoinPolicy(), 0.0
-        for _ in range(20):
-            come(policy, 1, now + 0.004)
-            held = come(policy, 0, now := now + 0.01)
-        assert held is not None
-        assert held.places == (1,)
-        if leaves:
-            policy.leave(1)
-            assert come(policy, 0, now + 0.01) is None
-        else:
-            assert come(policy, 0, now + 0.05) is None, "three of its periods have gone by"
+@pytest.mark.parametrize(
+    ("leaves", "after_s", "hold"),
+    [
+        (False, 0.004, Hold((1,), pytest.approx(0.0008))),
+        (True, 0.004, None),
+        (False, 0.01, Hold()),
+        (False, 0.05, None),
+    ],
+    ids=["expected", "has left", "is late", "rests: three of its periods have gone by"],
+)
+def test_a_step_is_held_for_who_is_expected(leaves: bool, after_s: float, hold: Hold | None) -> None:
+    policy = JoinPolicy()
+    now = twenty_each(policy, lead_s=0.006)
+    if leaves:
+        policy.leave(1)
+    assert come(policy, 0, now + after_s) == hold
 
 
 def test_a_pause_of_ones_own_is_no_step() -> None:
-    policy, now = JoinPolicy(), 0.0
-    for _ in range(20):
-        now += 0.01
-        for place in (0, 1):
-            come(policy, place, now)
+    policy = JoinPolicy()
+    now = twenty_each(policy)
     assert come(policy, 0, now + 2 * FORGET_S) is None
     assert come(policy, 1, now + 2 * FORGET_S + 0.001) is None
-
-
-def test_a_gain_that_is_small_but_lasts_is_taken() -> None:
-    world = World(alone_s=0.01, joined_s=0.00973, offsets=(0.0, 0.0052))
-    world.run(6000)
-    assert sum(world.joined[-1000:]) > 900
-
-
-def test_who_is_late_is_not_waited_for() -> None:
-    policy, now = JoinPolicy(), 0.0
-    for _ in range(20):
-        come(policy, 1, now)
-        come(policy, 0, now := now + 0.01)
-    assert come(policy, 0, now + 0.015) == Hold()
-
-
-def test_rests_show_nothing_about_the_way_that_ran() -> None:
-    """In a trial of steps together, both clients have no requests for 0.9 s now and then."""
-    world = World(
-        alone_s=0.01,
-        joined_s=0.007,
-        offsets=(0.0, 0.004),
-        gap_s=lambda _, step: 0.9 if step % 7 == 3 and step < 34 else 0.0002,
-    )
-    world.run(1500)
-    assert sum(world.joined[-400:]) == 400
 
 
 def test_steps_of_another_size_are_judged_for_themselves() -> None:
@@ -180,10 +170,7 @@ def test_steps_of_another_size_are_judged_for_themselves() -> None:
 def test_who_was_late_runs_alone_for_longer_each_time() -> None:
     policy, now = JoinPolicy(), 0.0
     for wanted_s in (FIRST_BAR_S, 2 * FIRST_BAR_S, 4 * FIRST_BAR_S):
-        for _ in range(20):
-            now += 0.01
-            come(policy, 0, now)
-            come(policy, 1, now)
+        now = twenty_each(policy, now)
         assert policy._paces.keys() == {0, 1}
         assert policy.failed(0, now) == wanted_s
         for share in (0.1, 0.5, 0.9):
@@ -199,15 +186,10 @@ def test_who_was_late_runs_alone_for_longer_each_time() -> None:
 
 
 def test_a_step_that_cannot_be_joined_shows_nothing() -> None:
-    policy, now = JoinPolicy(), 0.0
-    for _ in range(20):
-        now += 0.01
-        for place in (0, 1):
-            come(policy, place, now)
+    policy = JoinPolicy()
+    now = twenty_each(policy)
     policy.rest(0)
-    now += 0.01
-    assert come(policy, 1, now) is None, "it is alone"
-    now += 0.01
+    assert come(policy, 1, now + 0.01) is None, "it is alone"
     seen = {key: len(size.seen) for key, size in policy._sizes.items()}
-    assert come(policy, 0, now) is None
+    assert come(policy, 0, now + 0.02) is None
     assert seen == {key: len(size.seen) for key, size in policy._sizes.items()}

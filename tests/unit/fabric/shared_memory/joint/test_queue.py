@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import cast
 
 import pytest
 import torch
@@ -99,12 +99,14 @@ class Scene:
     joint_steps: dict[int, FakeJointStep]
     began: list[tuple[int, bool]]
 
-    def enter(self, *clients: Any) -> None:
+    def enter(self, *places: int, layout: Layout = LAYOUT) -> list[Fake]:
+        clients = [Fake(place, layout) for place in places]
         for client in clients:
             self.join_queue.enter(client)
         until(lambda: not any(one.missing() for one in self.join_queue._groups.values()), "joint steps are made")
+        return clients
 
-    def begin(self, *clients: Any, step: Step | None = None) -> None:
+    def begin(self, *clients: Fake, step: Step | None = None) -> None:
         for client in clients:
             self.join_queue.begin(client, step or step_of())
 
@@ -128,7 +130,7 @@ def scene(monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
     ("clients", "sizes"), [(1, []), (2, [2]), (3, [2, 4]), (4, [2, 4]), (5, [2, 4, 8]), (16, [2, 4, 8])]
 )
 def test_joint_steps_of_every_size_are_made_whoever_came_first(scene: Scene, clients: int, sizes: list[int]) -> None:
-    scene.enter(*(Fake(place) for place in range(clients)))
+    scene.enter(*range(clients))
     (group,) = scene.join_queue._groups.values()
     assert [joint_step.members for joint_step in group.joint_steps] == sizes
 
@@ -173,8 +175,7 @@ def test_what_cannot_be_made_is_tried_once() -> None:
 
 
 def test_the_smallest_joint_step_that_fits_takes_all_that_came(scene: Scene) -> None:
-    clients = [Fake(place) for place in range(5)]
-    scene.enter(*clients)
+    clients = scene.enter(*range(5))
     scene.begin(clients[0], clients[2])
     assert not scene.join_queue.idle()
     scene.begin(clients[1])
@@ -186,72 +187,49 @@ def test_the_smallest_joint_step_that_fits_takes_all_that_came(scene: Scene) -> 
     assert scene.join_queue.seconds == 3.0
 
 
-def test_those_that_do_not_fit_together_begin_in_parts(scene: Scene) -> None:
-    clients = [Fake(place) for place in range(3)]
-    scene.enter(*clients)
-    scene.joint_steps[4].busy = True
+@pytest.mark.parametrize(
+    ("busy", "broken", "last", "started", "alone"),
+    [
+        ((4,), (), step_of(16), [[2, 0]], [1]),
+        ((), (), step_of(512), [[0, 1]], [2]),
+        ((), (), step_of(micro_batches=2), [[0, 1]], [2]),
+        ((), (), step_of(whole=False), [[0, 1]], [2]),
+        ((2, 4, 8), (), step_of(), [], [0, 1, 2]),
+        ((4,), (2,), step_of(), [], [2]),
+    ],
+    ids=["all do not fit", "too large", "two micro-batches", "not whole", "none is free", "one fails to start"],
+)
+def test_what_cannot_begin_together_begins_in_parts_or_alone(
+    scene: Scene, busy: Sequence[int], broken: Sequence[int], last: Step, started: list[list[int]], alone: list[int]
+) -> None:
+    """A joint step that fails to start fails nobody else."""
+    clients = scene.enter(0, 1, 2)
+    for size, joint_step in scene.joint_steps.items():
+        joint_step.busy, joint_step.broken = size in busy, size in broken
     scene.begin(clients[0], clients[1])
-    scene.begin(clients[2], step=step_of(16))
-    assert scene.joint_steps[2].started == [[2, 0]]
-    assert clients[1].begun == 1
-    assert scene.join_queue.joined_steps == 2
-
-
-def test_one_whose_step_is_too_large_leaves_the_others_together(scene: Scene) -> None:
-    clients = [Fake(place) for place in range(3)]
-    scene.enter(*clients)
-    scene.begin(clients[0], clients[1])
-    scene.begin(clients[2], step=step_of(512))
-    assert clients[2].begun == 1
-    assert scene.joint_steps[2].started == [[0, 1]]
-
-
-def test_without_a_joint_step_that_is_free_each_begins_alone(scene: Scene) -> None:
-    clients = [Fake(place) for place in range(3)]
-    scene.enter(*clients)
-    for joint_step in scene.joint_steps.values():
-        joint_step.busy = True
-    scene.begin(*clients)
-    assert [client.begun for client in clients] == [1, 1, 1]
-    assert scene.began == [(0, False), (1, False), (2, False)]
-    assert scene.join_queue.joined_steps == 0
-
-
-def test_a_joint_step_that_fails_to_start_fails_nobody_else(scene: Scene) -> None:
-    clients = [Fake(place) for place in range(3)]
-    scene.enter(*clients)
-    scene.joint_steps[4].busy = scene.joint_steps[2].broken = True
-    scene.begin(*clients)
-    assert [client.begun for client in clients] == [0, 0, 1]
-
-
-@pytest.mark.parametrize("step", [step_of(micro_batches=2), step_of(whole=False)])
-def test_what_cannot_be_joined_begins_at_once_and_is_waited_for_no_longer(scene: Scene, step: Step) -> None:
-    clients = [Fake(place) for place in range(3)]
-    scene.enter(*clients)
-    scene.begin(clients[0], clients[1])
-    scene.begin(clients[2], step=step)
-    assert clients[2].begun == 1
-    assert scene.joint_steps[2].started == [[0, 1]]
+    scene.begin(clients[2], step=last)
+    assert [joint_step.started for joint_step in scene.joint_steps.values()] == [started, [], []]
+    assert [client.place for client in clients if client.begun] == alone
+    assert sorted(scene.began) == sorted(
+        [(place, True) for places in started for place in places] + [(place, False) for place in alone]
+    )
+    assert scene.join_queue.joined_steps == sum(map(len, started))
 
 
 def test_who_is_to_run_alone_begins_at_once(scene: Scene) -> None:
-    clients = [Fake(0), Fake(7)]
-    scene.enter(*clients)
+    clients = scene.enter(0, 7)
     scene.begin(*clients)
     assert [client.begun for client in clients] == [0, 1]
 
 
 def test_layouts_are_separate(scene: Scene) -> None:
-    clients = [Fake(0), Fake(1, OTHER), Fake(2)]
-    scene.enter(*clients)
+    clients = scene.enter(0, 2) + scene.enter(1, layout=OTHER)
     scene.begin(*clients)
-    assert [client.begun for client in clients] == [0, 1, 0], "the one of its layout has no joint step"
+    assert [client.begun for client in clients] == [0, 0, 1], "the one of its layout has no joint step"
 
 
 def test_nobody_is_held_beyond_a_share_of_its_deadline(scene: Scene) -> None:
-    clients = [Fake(0), Fake(1), Fake(2)]
-    scene.enter(*clients)
+    clients = scene.enter(0, 1, 2)
     scene.begin(clients[0])
     began = time.monotonic()
     scene.begin(clients[1], step=step_of(deadline_s=0.2))
@@ -260,15 +238,13 @@ def test_nobody_is_held_beyond_a_share_of_its_deadline(scene: Scene) -> None:
 
 
 def test_a_client_is_parted_from_its_joint_step_before_its_next_step_begins(scene: Scene) -> None:
-    clients = [Fake(7), Fake(8)]
-    scene.enter(*clients)
+    clients = scene.enter(7, 8)
     scene.begin(clients[0])
     assert scene.joint_steps[2].parted == [7]
 
 
 def test_who_stops_is_left_out_without_a_wait_and_held_no_more(scene: Scene) -> None:
-    clients = [Fake(place) for place in range(3)]
-    scene.enter(*clients)
+    clients = scene.enter(0, 1, 2)
     scene.begin(clients[0], clients[1])
     scene.join_queue.stop(clients[0], clients[0].give_up)
     assert (clients[0].stopped, scene.joint_steps[2].left_out, scene.joint_steps[4].left_out) == (1, [0], [0])
@@ -280,8 +256,7 @@ def test_who_stops_is_left_out_without_a_wait_and_held_no_more(scene: Scene) -> 
 def test_who_was_late_is_reported_to_the_policy(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     failed: list[int] = []
     monkeypatch.setattr(JoinPolicy, "failed", lambda _self, place, _now: failed.append(place) or 1.0)
-    clients = [Fake(7), Fake(8)]
-    scene.enter(*clients)
+    clients = scene.enter(7, 8)
     scene.begin(clients[1])
     scene.join_queue.stop(clients[1], clients[1].give_up)
     assert not failed
@@ -293,8 +268,7 @@ def test_who_was_late_is_reported_to_the_policy(scene: Scene, monkeypatch: pytes
 
 
 def test_a_client_whose_memory_is_still_in_use_begins_nothing(scene: Scene) -> None:
-    clients = [Fake(7), Fake(8)]
-    scene.enter(*clients)
+    clients = scene.enter(7, 8)
     scene.joint_steps[2].stuck = True
     with pytest.raises(WireError, match="client 7 cannot begin"):
         scene.begin(clients[0])
@@ -303,7 +277,7 @@ def test_a_client_whose_memory_is_still_in_use_begins_nothing(scene: Scene) -> N
 
 
 def test_who_has_not_entered_begins_and_stops_nothing(scene: Scene) -> None:
-    scene.enter(Fake(0))
+    scene.enter(0)
     unknown = Fake(1)
     with pytest.raises(WireError, match="Client 1 begins or stops a step before"):
         scene.begin(unknown)
@@ -313,24 +287,22 @@ def test_who_has_not_entered_begins_and_stops_nothing(scene: Scene) -> None:
 
 
 def test_a_step_that_comes_again_is_held_once(scene: Scene) -> None:
-    clients = [Fake(place) for place in range(3)]
-    scene.enter(*clients)
+    clients = scene.enter(0, 1, 2)
     scene.begin(clients[0], clients[0], clients[1], clients[2])
     assert scene.joint_steps[4].started == [[0, 1, 2]]
 
 
 def test_who_has_left_is_neither_held_nor_waited_for(scene: Scene) -> None:
-    clients = [Fake(place) for place in range(3)]
-    scene.enter(*clients)
+    clients = scene.enter(0, 1, 2)
     scene.begin(clients[0], clients[1])
     assert scene.join_queue.leave(clients[1])
-    scene.begin(clients[2])
-    assert scene.joint_steps[2].started == [[0, 2]]
+    assert [client.begun for client in clients] == [0, 0, 0], "client 2 may still come"
+    assert scene.join_queue.leave(clients[2])
+    assert [client.begun for client in clients] == [1, 0, 0]
 
 
 def test_joint_steps_end_with_the_last_client_of_their_layout(scene: Scene) -> None:
-    clients = [Fake(place) for place in range(3)]
-    scene.enter(*clients)
+    clients = scene.enter(0, 1, 2)
     for client in clients[:2]:
         scene.join_queue.leave(client)
     assert not scene.joint_steps[2].closed
