@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from testkit.http_peer import URL, head
+from testkit.waiting import eventually
 
 CHAT = "/v1/chat/completions"
 GOOD = {"prompt": "hello", "max_tokens": 3}
@@ -177,15 +178,16 @@ async def test_a_long_text_is_tokenized_and_its_tokens_are_named_in_a_thread(sta
     gateway = await start(max_len=1_000_000)
     gateway.says([5])
     names = [gateway.codec.token_text(token_id) for token_id in gateway.ids("the fox " * 2_000)]
-    served, work = threading.Event(), getattr(gateway.codec, method)
+    began, served, work = threading.Event(), threading.Event(), getattr(gateway.codec, method)
 
     def wait_and_work(*arguments: Any, **options: bool) -> Any:
-        assert served.wait(5), "the loop stood still"
+        began.set()
+        assert served.wait(20), "the loop stood still"
         return work(*arguments, **options)
 
     monkeypatch.setattr(gateway.codec, method, wait_and_work)
     long = asyncio.create_task(gateway.http.post(path, json={"prompt": "the fox " * 2_000} | more))
-    await asyncio.sleep(0.02)
+    await eventually(began.is_set)
     assert (await gateway.http.get("/health")).status_code == 200
     served.set()
     answer = await long
