@@ -14,13 +14,14 @@ import msgspec
 import pytest
 from openai import AsyncOpenAI
 from prometheus_client import CollectorRegistry
+from testkit.http_peer import URL, Peer, bearer
 from testkit.processes.background import ended
 from testkit.queue.scripted import ScriptedQueue
 from testkit.waiting import eventually
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from services.gateway.app import Parts, build_app
-from services.gateway.auth import Authenticator, KeyStore
+from services.gateway.auth import ApiKey, Authenticator, KeyStore, digest
 from services.gateway.budget import Holdings
 from services.gateway.chat_template import ChatTemplate
 from services.gateway.connections import Bounds, Connections
@@ -76,9 +77,31 @@ def codec(tokenizer: Tokenizer) -> TextCodec:
 def model_dir(tmp_path: Path, tokenizer: Tokenizer) -> Path:
     """A checkpoint's folder as far as the gateway's text side reads it."""
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    config = {"bos_token": BOS, "eos_token": {"content": EOS}, "chat_template": TEMPLATE}
+    config = {"bos_token": BOS, "eos_token": {"content": EOS}, "pad_token": None, "chat_template": TEMPLATE}
     (tmp_path / "tokenizer_config.json").write_bytes(msgspec.json.encode(config))
     return tmp_path
+
+
+class _Tenants:
+    """A key for each of ``names``, which is the name itself. Whoever is "limited" has a rate."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._keys = {
+            digest(name): ApiKey(
+                name=name, sha256=digest(name), requests_per_minute=60.0 if name == "limited" else None
+            )
+            for name in names
+        }
+
+    async def find(self, sha256: str) -> ApiKey | None:
+        return self._keys.get(sha256)
+
+    def recall(self, sha256: str) -> ApiKey | None:
+        del sha256
+        return None
+
+    async def usable(self) -> bool:
+        return True
 
 
 class _Leader:
@@ -97,10 +120,8 @@ class Harness:
     table: JobTable
     follower: ResultFollower
     intake: Intake
-    drain: Drain
     server: HttpServer
     connections: Connections
-    offload: Offload
     parts: Parts
     leader: _Leader
     registry: CollectorRegistry
@@ -108,10 +129,44 @@ class Harness:
     http: httpx.AsyncClient
     openai: AsyncOpenAI
     codec: TextCodec
-    tasks: list[asyncio.Task[None]] = field(default_factory=list)
+    tasks: list[asyncio.Task[None]]
+    peers: list[Peer] = field(default_factory=list)
 
     def ids(self, text: str) -> list[int]:
         return self.codec.encode(text)
+
+    def says(self, said: str | list[int], **options: Any) -> list[int]:
+        """Answers each request with ``said``, and returns its tokens."""
+        token_ids = self.ids(said) if isinstance(said, str) else said
+        self.queue.answer = lambda request: events_for(request, token_ids, **options)
+        return token_ids
+
+    async def post(self, *, key: str | None = None, tenant: str | None = None, **body: Any) -> httpx.Response:
+        """Asks for a completion, with ``key`` as its Idempotency-Key."""
+        headers = ({} if key is None else {"Idempotency-Key": key}) | ({} if tenant is None else bearer(tenant))
+        return await self.http.post(URL, json={"prompt": "hello", "max_tokens": 200, **body}, headers=headers)
+
+    async def ask(self, **options: Any) -> tuple[asyncio.Task[httpx.Response], GenerateRequest]:
+        """A request on its way, see :meth:`post`, and what the queue got for it."""
+        before = len(self.queue.admitted)
+        asking = asyncio.create_task(self.post(**options))
+        return asking, (await self.queue.wait_for("admitted", before + 1))[before]
+
+    async def connect(self, *sent: bytes, **options: Any) -> Peer:
+        """A connection of its own, until the end of the test."""
+        self.peers.append(peer := await Peer.of(self.url, **options))
+        await peer.send(*sent)
+        return peer
+
+    def drain(self, *, delay_s: float = 0.0, timeout_s: float = 0.2) -> Drain:
+        close_idle = self.server.close_idle
+        return Drain(self.intake, self.table, self.follower, timeout_s, delay_s, close_idle=close_idle)
+
+    def value(self, name: str, **labels: str) -> float:
+        return self.registry.get_sample_value(f"expertmesh_{name}", labels) or 0.0
+
+    def refused(self, reason: str) -> float:
+        return self.value("gateway_refused_total", reason=reason)
 
 
 def events_for(
@@ -121,11 +176,9 @@ def events_for(
     finish: Any = "length",
     start: int = 0,
     attempt: int | None = None,
-    logprobs: bool | None = None,
 ) -> list[TokenEvent]:
     """A worker's events for ``token_ids``; with made-up log-probabilities where the request asks for them."""
     top = request.sampling.logprobs
-    wants = top is not None if logprobs is None else logprobs
     found = []
     for offset, token_id in enumerate(token_ids):
         index = start + offset
@@ -137,7 +190,7 @@ def events_for(
                 index=index,
                 token_id=token_id,
                 finish=finish if offset == len(token_ids) - 1 else None,
-                logprob=TokenLogprob(-0.5, alternatives[: top or 0]) if wants else None,
+                logprob=TokenLogprob(-0.5, alternatives[: top or 0]) if top is not None else None,
                 prompt_logprobs=prompt_logprobs(request) if index == 0 else None,
                 cached_tokens=3 if index == 0 else 0,
             )
@@ -164,8 +217,6 @@ def script() -> Any:
     class Script:
         events = staticmethod(events_for)
         lost = staticmethod(lost)
-        queue = ScriptedQueue
-        template = TEMPLATE
 
     return Script
 
@@ -195,28 +246,26 @@ async def _running(
     *,
     template: str | None = TEMPLATE,
     store: KeyStore | None = None,
+    tenants: Sequence[str] = (),
     queue: ScriptedQueue | None = None,
     max_body_bytes: int = 1 << 20,
     separate_metrics: bool = False,
     max_queued_requests: int = 1024,
     max_queued_tokens: int = 4_000_000,
     answer_bytes: int = 64 << 20,
-    keep_s: float = 3600.0,
     same_machine: bool = False,
     bounds: Bounds | None = None,
     body_room: int = 64 << 20,
     request_timeout_s: float = 60.0,
     lease_s: float = 6.0,
-    own_lease_s: float = 60.0,
     max_len: int = 256,
-    drain_s: float = 0.2,
 ) -> AsyncIterator[Harness]:
     registry = CollectorRegistry()
     metrics, queue = GatewayMetrics(registry), queue or ScriptedQueue()
     offload, holdings = Offload(metrics), Holdings(answer_bytes)
     table = JobTable(metrics, LatencyTargets(ttft_s=2.0, tpot_s=0.1), holdings)
     follower = ResultFollower(
-        queue, table, metrics, lease_s=lease_s, own_lease_s=own_lease_s, request_timeout_s=request_timeout_s
+        queue, table, metrics, lease_s=lease_s, own_lease_s=60.0, request_timeout_s=request_timeout_s
     )
     model = ServedModel(
         name="tiny",
@@ -237,9 +286,10 @@ async def _running(
         request_timeout_s=request_timeout_s,
         max_queued_requests=max_queued_requests,
         max_queued_tokens=max_queued_tokens,
-        keep_s=keep_s,
+        keep_s=3600.0,
         offload=offload,
     )
+    store = _Tenants(tenants) if tenants else store
     leader, siblings, authenticator = _Leader(), Siblings([]), Authenticator(store)
     bounds = bounds or Bounds(body_bytes=max_body_bytes)
     rooms = Rooms.of(
@@ -280,10 +330,8 @@ async def _running(
             table=table,
             follower=follower,
             intake=intake,
-            drain=Drain(intake, table, follower, drain_s, close_idle=server.close_idle),
             server=server,
             connections=connections,
-            offload=offload,
             parts=parts,
             leader=leader,
             registry=registry,
@@ -295,6 +343,8 @@ async def _running(
         )
         await eventually(lambda: follower.up or queue.down)
         yield harness
+        for peer in harness.peers:
+            peer.writer.transport.abort()
     for job in table.jobs():
         follower.abandon(job)
     server.stop()

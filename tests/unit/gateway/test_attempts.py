@@ -9,19 +9,11 @@ from typing import Any
 
 import pytest
 from msgspec import structs
-from testkit.waiting import LIMIT_S
+from testkit.waiting import LIMIT_S, eventually
 
 from services.errors import InvalidRequest
+from services.messages import TokenEvent
 from services.wire import NO_PROMPT
-
-BODY = {"prompt": "hello", "max_tokens": 90}
-
-
-async def ask(gateway: Any, **options: Any) -> tuple[asyncio.Task[Any], Any]:
-    """A request on its way, and what the queue got for it."""
-    before = len(gateway.queue.admitted)
-    task = asyncio.create_task(gateway.http.post("/v1/completions", json={**BODY, **options}))
-    return task, (await gateway.queue.wait_for("admitted", before + 1))[before]
 
 
 async def text_of(task: asyncio.Task[Any]) -> str:
@@ -31,17 +23,8 @@ async def text_of(task: asyncio.Task[Any]) -> str:
     return answer.json()["choices"][0]["text"]
 
 
-async def down_and_up(gateway: Any) -> None:
-    gateway.queue.down = True
-    while gateway.follower.up:
-        await asyncio.sleep(0.001)
-    gateway.queue.down = False
-    while not gateway.follower.up:
-        await asyncio.sleep(0.001)
-
-
 async def test_a_lost_attempt_is_resubmitted_with_what_was_delivered(gateway, script):
-    task, request = await ask(gateway)
+    task, request = await gateway.ask()
     ids = gateway.ids("the quick brown fox — 你好")
     # Late tokens of the old attempt are ignored, and the loss is counted once.
     late = script.events(request, [7, 7], start=4, finish=None)
@@ -57,7 +40,7 @@ async def test_a_lost_attempt_is_resubmitted_with_what_was_delivered(gateway, sc
 
 
 async def test_many_events_are_delivered_in_pieces_between_which_others_have_their_turns(gateway, script, monkeypatch):
-    task, request = await ask(gateway)
+    task, request = await gateway.ask()
     ids = gateway.ids("the fox")
     deliver, turns, sizes = gateway.table.deliver, [], []
 
@@ -81,13 +64,17 @@ async def test_many_events_are_delivered_in_pieces_between_which_others_have_the
     assert max(Counter(turn for _, turn in sizes).values()) == 1  # each takes 30 ms, a turn 20
 
 
+def no_prompt(script: Any, request: Any, **options: Any) -> TokenEvent:
+    """The worker did not find the request's prompt."""
+    error = InvalidRequest(NO_PROMPT, hint="Send at least one token.", param="prompt").info()
+    (refused,) = script.events(request, [5], **options)
+    return structs.replace(refused, token_id=None, finish="error", error=error)
+
+
 @pytest.mark.parametrize("index", [-5, 0])  # as an earlier release counts what was delivered, and as this one does
 async def test_a_worker_that_does_not_find_the_prompt_costs_an_attempt_and_no_answer(gateway, script, index):
-    task, request = await ask(gateway)
-    refused = script.events(request, [5], start=index)[0]
-    error = InvalidRequest(NO_PROMPT, hint="Send at least one token.", param="prompt").info()
-    refused = structs.replace(refused, token_id=None, finish="error", error=error)
-    gateway.queue.emit(refused)
+    task, request = await gateway.ask()
+    gateway.queue.emit(no_prompt(script, request, start=index))
     (again,) = await gateway.queue.wait_for("resubmitted")
     assert (again.attempt, again.token_ids) == (2, request.token_ids)
     assert gateway.queue.kept_whole == [request.id]
@@ -100,18 +87,15 @@ async def test_a_worker_that_does_not_find_the_prompt_costs_an_attempt_and_no_an
 
 
 async def test_a_request_that_has_its_prompt_and_is_refused_all_the_same_ends_with_the_error(gateway, script):
-    task, request = await ask(gateway)
-    for attempt in (1, 2):
-        error = InvalidRequest(NO_PROMPT, hint="Send at least one token.", param="prompt").info()
-        (refused,) = script.events(request, [5], attempt=attempt)
-        gateway.queue.emit(structs.replace(refused, token_id=None, finish="error", error=error))
-        if attempt == 1:
-            await gateway.queue.wait_for("resubmitted")
+    task, request = await gateway.ask()
+    gateway.queue.emit(no_prompt(script, request))
+    (again,) = await gateway.queue.wait_for("resubmitted")
+    gateway.queue.emit(no_prompt(script, again))
     assert (await task).status_code == 400
 
 
 async def test_each_heartbeat_has_what_waits_written_for_those_who_are_there(gateway, script):
-    task, request = await ask(gateway)
+    task, request = await gateway.ask()
     gateway.queue.restated = []
     (waiting,) = await gateway.queue.wait_for("restated")
     assert (waiting.id, waiting.token_ids) == (request.id, request.token_ids)
@@ -119,29 +103,25 @@ async def test_each_heartbeat_has_what_waits_written_for_those_who_are_there(gat
     assert await text_of(task) == "ok"
 
 
-async def test_streams_pause_while_redis_is_away_and_go_on(gateway, script):
-    task, request = await ask(gateway)
+async def test_streams_pause_while_redis_is_away_and_go_on_and_new_requests_are_refused(gateway, script):
+    task, request = await gateway.ask()
     ids = gateway.ids("the quick dog")
     gateway.queue.emit(*script.events(request, ids[:2], finish=None))
-    await down_and_up(gateway)
+    gateway.queue.down = True
+    await eventually(lambda: not gateway.follower.up)
+    refused = await gateway.post()
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "queue_unavailable")
+    assert 1 <= int(refused.headers["retry-after"]) <= 120
+    gateway.queue.down = False
+    await eventually(lambda: gateway.follower.up)
     assert gateway.queue.surveys >= 1
     assert gateway.queue.resubmitted == []
     gateway.queue.emit(*script.events(request, ids[2:], start=2))
     assert await text_of(task) == "the quick dog"
 
 
-async def test_new_requests_get_503_while_redis_is_away(gateway):
-    gateway.queue.down = True
-    while gateway.follower.up:
-        await asyncio.sleep(0.001)
-    answer = await gateway.http.post("/v1/completions", json=BODY)
-    assert answer.status_code == 503
-    assert answer.json()["error"]["code"] == "queue_unavailable"
-    assert 1 <= int(answer.headers["retry-after"]) <= 120
-
-
 async def test_a_resubmission_that_redis_never_heard_is_repeated(gateway, script):
-    task, request = await ask(gateway)
+    task, request = await gateway.ask()
     real, calls = gateway.queue.resubmit, []
 
     async def unheard(again: Any, _prompts: Any = None, **_options: Any) -> bool:
@@ -152,8 +132,7 @@ async def test_a_resubmission_that_redis_never_heard_is_repeated(gateway, script
 
     gateway.queue.resubmit = unheard
     gateway.queue.emit(script.lost(request, 2))
-    while not calls:
-        await asyncio.sleep(0.001)
+    await eventually(lambda: calls)
     gateway.queue.resubmit = real
     gateway.queue.down = False
     again = (await gateway.queue.wait_for("resubmitted"))[0]
@@ -164,7 +143,7 @@ async def test_a_resubmission_that_redis_never_heard_is_repeated(gateway, script
 
 async def test_silence_beyond_every_timeout_ends_the_request(start):
     gateway = await start(lease_s=0.04, request_timeout_s=0.1)
-    task, request = await ask(gateway)
+    task, request = await gateway.ask()
     answer = await task
     assert answer.status_code == 503
     assert answer.json()["error"]["code"] == "deadline_exceeded"
@@ -177,32 +156,16 @@ async def test_an_admission_of_unknown_outcome_is_cancelled(gateway):
         gateway.queue.check_up()
 
     gateway.queue.admit = lost_reply
-    assert (await gateway.http.post("/v1/completions", json=BODY)).status_code == 503
+    assert (await gateway.post()).status_code == 503
     gateway.queue.down = False
     assert len(await gateway.queue.wait_for("cancelled")) == 1
     assert len(gateway.table) == 0
 
 
-async def test_drain_lets_requests_end_and_refuses_new_ones(start, script):
-    gateway = await start(drain_s=30)
-    task, request = await ask(gateway)
-    drain = asyncio.create_task(gateway.drain.run())
-    while not gateway.intake.draining:
-        await asyncio.sleep(0.001)
-    refused = await gateway.http.post("/v1/completions", json=BODY)
-    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
-    assert (await gateway.http.get("/ready")).status_code == 503
-    gateway.queue.emit(*script.events(request, gateway.ids("last")))
-    assert await text_of(task) == "last"
-    await asyncio.wait_for(drain, 10)
-    assert gateway.queue.cancelled == {}
-
-
 async def test_drain_cuts_off_what_is_left_but_leaves_keyed_jobs_upstream(gateway):
-    plain, one = await ask(gateway)
-    keyed = asyncio.create_task(gateway.http.post("/v1/completions", json=BODY, headers={"Idempotency-Key": "k"}))
-    await gateway.queue.wait_for("admitted", 2)
+    plain, one = await gateway.ask()
+    keyed, _ = await gateway.ask(key="k")
     await asyncio.sleep(0.01)
-    await gateway.drain.run()
+    await gateway.drain().run()
     assert [(await task).status_code for task in (plain, keyed)] == [503, 503]
     assert set(gateway.queue.cancelled) == {one.id}

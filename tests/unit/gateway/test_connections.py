@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import resource
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
-from testkit.waiting import LIMIT_S
+from testkit.http_peer import HEALTH, head, post
 
 from services.gateway.acceptor import RESERVE, within_descriptors
 from services.gateway.connections import Bounds, Connections, Wait
@@ -22,7 +21,6 @@ from services.gateway.refusals import Refusals
 from services.metrics import GatewayMetrics
 
 GOOD = {"prompt": "hello", "max_tokens": 3}
-HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
 class Clock:
@@ -187,6 +185,7 @@ def test_those_who_are_not_served_give_way_the_oldest_first():
     assert listener.value("refused_total", reason="full") == 1
     assert listener.value("refused_total", reason="gave_way_head") == 3
     listener.places.leave(served)
+    assert listener.places.free == 1
     assert listener.come("fits", None) is not None
     assert not listener.places._spare - {another}
 
@@ -209,12 +208,12 @@ def test_whose_request_is_in_the_socket_does_not_give_way():
 
 
 def test_places_are_counted_from_the_moment_of_the_accept():
-    listener = Listener(connections=2, spare=1)
-    assert [listener.places.place() for _ in range(4)] == [False, False, True, None]
-    listener.places.vacate(spare=False)
-    assert listener.places.place() is False
-    listener.places.vacate(spare=True)
-    assert listener.places.place() is True
+    places = Listener(connections=2, spare=1).places
+    assert [(places.place(), places.free) for _ in range(4)] == [(False, 1), (False, 0), (True, 0), (None, 0)]
+    places.vacate(spare=False)
+    assert (places.free, places.place()) == (1, False)
+    places.vacate(spare=True)
+    assert (places.free, places.place()) == (0, True), "a spare place is none of those that are free"
 
 
 def test_the_gauges_say_what_they_wait_for():
@@ -270,71 +269,35 @@ def test_what_the_hard_limit_does_not_allow_is_said_and_not_tried(monkeypatch, c
     assert "ulimit -n" in caplog.text
 
 
-class Dialer:
-    """Connections to a gateway, kept until the end of the test."""
-
-    def __init__(self, gateway: Any) -> None:
-        host, _, port = gateway.url.removeprefix("http://").partition(":")
-        self._address = (host, int(port))
-        self.kept: list[asyncio.StreamWriter] = []
-
-    async def open(self, sent: bytes = b"") -> asyncio.StreamReader:
-        reader, writer = await asyncio.open_connection(*self._address)
-        self.kept.append(writer)
-        writer.write(sent)
-        return reader
-
-    async def ask(self, sent: bytes) -> bytes:
-        reader = await self.open(sent)
-        try:
-            async with asyncio.timeout(LIMIT_S):
-                return await reader.read(65536)
-        except ConnectionError:
-            return b""
-
-
-def _post(body: dict[str, Any]) -> bytes:
-    content = json.dumps(body).encode()
-    return b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (len(content), content)
-
-
 async def test_a_full_gateway_says_how_it_is_and_that_it_is_full(start):
     gateway = await start(bounds=Bounds(connections=3, spare=2, look_s=0.05, spare_head_s=0.3))
     await gateway.http.aclose()
-    dialer = Dialer(gateway)
     for _ in range(3):
-        await dialer.open(_post(GOOD))
+        await gateway.connect(post(GOOD))
     await gateway.queue.wait_for("admitted", 3)
     for path in ("/health", "/ready", "/accepting", "/metrics"):
-        answer = await dialer.ask(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+        answer = await (await gateway.connect(head(path=path, method="GET"))).all()
         assert answer.split()[1] in (b"200", b"503"), answer
         assert b"connection: close" in answer
         assert b"overloaded" not in answer
-    for sent in (_post(GOOD), b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"):
-        answer = await dialer.ask(sent)
+    for sent in (post(GOOD), head(path="/v1/models", method="GET")):
+        answer = await (await gateway.connect(sent)).all()
         assert answer.startswith(b"HTTP/1.1 503 ")
         assert b"retry-after: 2" in answer
         assert b'"code":"overloaded"' in answer
     assert len(gateway.queue.admitted) == 3
-    silent = await dialer.open(b"GET /hea")
-    assert (await asyncio.wait_for(silent.read(), 20)).startswith(b"HTTP/1.1 408 ")
-    for writer in dialer.kept:
-        writer.transport.abort()
+    silent = await gateway.connect(b"GET /hea")
+    assert (await silent.all()).startswith(b"HTTP/1.1 408 ")
 
 
-async def test_half_open_connections_keep_nobody_out(start, script):
+async def test_half_open_connections_keep_nobody_out(start):
     gateway = await start(bounds=Bounds(connections=20, spare=4, look_s=0.05))
-    gateway.queue.answer = lambda request: script.events(request, [5])
-    dialer = Dialer(gateway)
+    gateway.says([5])
     for _ in range(300):
-        await dialer.open(b"GET /health HTTP/1.1\r\nHost: loc")
-    for _ in range(5):
-        answer = await dialer.ask(_post(GOOD))
-        assert answer.startswith(b"HTTP/1.1 200 "), answer
-        assert (await dialer.ask(HEALTH)).startswith(b"HTTP/1.1 200 ")
+        await gateway.connect(HEALTH[:30])
+    for sent in (post(GOOD), HEALTH) * 5:
+        assert (await (await gateway.connect(sent)).answer()).startswith(b"HTTP/1.1 200 ")
     assert len(list(gateway.server._open())) <= 24
-    for writer in dialer.kept:
-        writer.transport.abort()
 
 
 async def test_a_listener_without_descriptors_waits_and_goes_on(start, monkeypatch):
@@ -356,9 +319,9 @@ async def test_a_listener_without_descriptors_waits_and_goes_on(start, monkeypat
     monkeypatch.setattr("services.gateway.acceptor._PAUSE_S", 0.01)
     acceptor._loop.remove_reader(listener)
     acceptor._listen()
-    assert (await Dialer(gateway).ask(HEALTH)).startswith(b"HTTP/1.1 200 ")
+    assert (await (await gateway.connect(HEALTH)).said())[0] == 200
     assert not failures
-    assert gateway.registry.get_sample_value("expertmesh_gateway_refused_total", {"reason": "accept"}) == 3
+    assert gateway.refused("accept") == 3
     monkeypatch.undo()
 
 
@@ -372,20 +335,5 @@ async def test_a_connection_that_breaks_before_it_is_open_gives_its_place_back(s
     with monkeypatch.context() as patch:
         patch.setattr(acceptor._loop, "connect_accepted_socket", broken)
         for _ in range(5):
-            assert await Dialer(gateway).ask(HEALTH) == b""
-    assert (await Dialer(gateway).ask(HEALTH)).startswith(b"HTTP/1.1 200 ")
-
-
-def test_free_places_are_counted_with_those_on_their_way() -> None:
-    listener = Listener(connections=3, spare=1)
-    assert listener.places.free == 3
-    client = listener.come("first")
-    assert listener.places.place() is False
-    assert listener.places.free == 1
-    listener.places.vacate(spare=False)
-    listener.places.leave(client)
-    assert listener.places.free == 3
-    for name in ("first", "second", "third"):
-        listener.come(name, None)
-    assert listener.places.place() is True
-    assert listener.places.free == 0, "a spare place is none of them"
+            assert await (await gateway.connect(HEALTH)).all() == b""
+    assert (await (await gateway.connect(HEALTH)).said())[0] == 200

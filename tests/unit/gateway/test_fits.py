@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import threading
-from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
@@ -21,10 +19,10 @@ SIZE = 600
 """Characters of a piece here, so that texts of some thousand have many cuts."""
 
 
-def _pieces_of(words: dict[str, int]) -> Tokenizer:
+def _pieces() -> Tokenizer:
     """Sentence pieces: words are not separated before merging, and spaces are characters like others."""
     merges = [("a", "b"), ("ab", "ab"), ("▁", "ab"), ("b", "a"), ("▁", "▁"), ("▁▁", "▁▁"), ("abab", "abab")]
-    vocabulary = {char: index for index, char in enumerate("ab▁c\n1")} | words
+    vocabulary = {char: index for index, char in enumerate("ab▁c\n1")}
     for first, second in merges:
         vocabulary.setdefault(first + second, len(vocabulary))
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
@@ -48,17 +46,12 @@ def _unigram() -> Tokenizer:
     return tokenizer
 
 
-def _pocket() -> Tokenizer:
-    return load_codec(POCKET / "model", read_tokenizer_config(POCKET / "model")).tokenizer
-
-
-TOKENIZERS: dict[str, Callable[[], Tokenizer]] = {
-    "bytes": _pocket,
-    "pieces": lambda: _pieces_of({}),
-    "words": _whole_words,
-    "unigram": _unigram,
+CODECS = {
+    "bytes": load_codec(POCKET / "model", read_tokenizer_config(POCKET / "model")),
+    "pieces": TextCodec(_pieces(), SpecialTokens()),
+    "words": TextCodec(_whole_words(), SpecialTokens()),
+    "unigram": TextCodec(_unigram(), SpecialTokens()),
 }
-CODECS = {name: TextCodec(make(), SpecialTokens()) for name, make in TOKENIZERS.items()}
 TEXTS = st.lists(
     st.tuples(st.sampled_from(["a", "b", "ab", "abab", " ", "  ", "\n", "1", "c", "ab ", "!"]), st.integers(1, 400)),
     min_size=1,
@@ -71,6 +64,19 @@ def _fits(codec: TextCodec, most: int, monkeypatch: pytest.MonkeyPatch, surely: 
     for name, value in {"PIECE_CHARS": SIZE, "SAMPLES": 4, "SAMPLE_CHARS": 64, "SURELY": surely}.items():
         monkeypatch.setattr(fits_module, f"_{name}", value)
     return Fits(codec, lambda: most)
+
+
+@pytest.fixture
+def encoded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, threading.Thread]]:
+    """Texts that any codec encodes, and in which threads."""
+    found, encode = list[tuple[str, threading.Thread]](), TextCodec.encode
+
+    def noted(codec: TextCodec, text: str, **options: bool) -> list[int]:
+        found.append((text, threading.current_thread()))
+        return encode(codec, text, **options)
+
+    monkeypatch.setattr(TextCodec, "encode", noted)
+    return found
 
 
 @pytest.mark.parametrize("name", CODECS)
@@ -95,19 +101,12 @@ def test_the_slack_is_far_more_than_a_cut_changes(name, unit, monkeypatch):
 
 
 @pytest.mark.parametrize("unit", ["ab ", "the quick brown fox ", "1234567890", "你好", " \n\t"])
-def test_a_text_that_cannot_fit_is_refused_before_much_of_it_is_tokenized(unit, monkeypatch):
-    codec, read = CODECS["bytes"], []
-    encode = codec.encode
-
-    def count(text: str, **options: bool) -> list[int]:
-        read.append(len(text))
-        return encode(text, **options)
-
-    monkeypatch.setattr(codec, "encode", count)
+def test_a_text_that_cannot_fit_is_refused_before_much_of_it_is_tokenized(unit, monkeypatch, encoded):
     text = unit * (200 * SIZE // len(unit))
     with pytest.raises(ContextLengthExceeded, match="at least") as refused:
-        _fits(codec, 100, monkeypatch).check(text, "messages")
+        _fits(CODECS["bytes"], 100, monkeypatch).check(text, "messages")
     assert refused.value.param == "messages"
+    read = [len(piece) for piece, _ in encoded]
     assert max(read, default=0) <= SIZE
     assert sum(read) < len(text) / 5
 
@@ -122,23 +121,17 @@ def test_a_text_that_is_dense_at_its_end_alone_is_refused_there(monkeypatch):
 
 
 @pytest.mark.parametrize("ahead", [True, False])
-def test_a_text_that_fits_by_its_samples_is_not_counted_twice(ahead, monkeypatch):
+def test_a_text_that_fits_by_its_samples_is_not_counted_twice(ahead, monkeypatch, encoded):
     """Wherever it is dense: samples are taken at random."""
-    codec, read = CODECS["bytes"], []
-    encode = codec.encode
+    codec = CODECS["bytes"]
     sparse, dense = "the " * 2_000, "1x2y" * 2_000
     text = sparse + dense if ahead else dense + sparse
-    count = len(encode(text, add_special_tokens=False))
-
-    def note(text: str, **options: bool) -> list[int]:
-        read.append(len(text))
-        return encode(text, **options)
-
-    monkeypatch.setattr(codec, "encode", note)
+    count = len(codec.encode(text, add_special_tokens=False))
+    encoded.clear()
     _fits(codec, 3 * count, monkeypatch, surely=0.9).check(text, "prompt")
-    assert sum(read) < 4 * 65
+    assert sum(len(piece) for piece, _ in encoded) < 4 * 65
     _fits(codec, count, monkeypatch, surely=0.1).check(text, "prompt")
-    assert sum(read) > len(text), "what may not fit is counted"
+    assert sum(len(piece) for piece, _ in encoded) > len(text), "what may not fit is counted"
 
 
 @pytest.mark.parametrize("most", [50, 1_000])
@@ -184,42 +177,24 @@ async def test_more_tokens_than_the_context_holds_are_not_put_into_words(gateway
     assert (await gateway.http.post("/detokenize", json={"tokens": [5] * 256})).status_code == 200
 
 
-async def test_texts_of_one_body_count_together_as_soon_as_it_is_known(start, monkeypatch):
+async def test_texts_of_one_body_count_together_as_soon_as_it_is_known(start, encoded):
     gateway = await start(max_queued_tokens=1_000, max_len=4_096, max_body_bytes=8 << 20)
-    encoded: list[str] = []
-    encode = gateway.codec.encode
-
-    def count(text: str, **options: bool) -> list[int]:
-        encoded.append(text)
-        return encode(text, **options)
-
-    monkeypatch.setattr(gateway.codec, "encode", count)
-    texts = ["ab1 " * 100] * 1_000
-    answer = await gateway.http.post("/v1/completions", json={"prompt": texts})
+    answer = await gateway.post(prompt=["ab1 " * 100] * 1_000)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt")
-    assert len(encoded) < 200
-    small = {"prompt": "ab1 " * 100, "max_tokens": 1}
-    refused = await gateway.http.post("/v1/completions", json={**small, "n": 8})
+    assert 0 < len(encoded) < 200
+    refused = await gateway.post(prompt="ab1 " * 100, max_tokens=1, n=8)
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt")
     assert "for 8 choices" in refused.json()["error"]["message"]
     assert gateway.queue.admitted == []
 
 
-async def test_many_short_texts_do_not_hold_the_loop(start, script, monkeypatch):
+async def test_many_short_texts_do_not_hold_the_loop(start, encoded):
     """Each of them is tokenized at once; all of them would take seconds."""
     gateway = await start(max_len=4_096, max_body_bytes=8 << 20)
-    gateway.queue.answer = lambda request: script.events(request, [5])
+    gateway.says([5])
     wanted = gateway.ids("the fox " * 100)
-    threads: set[threading.Thread] = set()
-    encode = gateway.codec.encode
-
-    def note(text: str, **options: bool) -> list[int]:
-        threads.add(threading.current_thread())
-        return encode(text, **options)
-
-    monkeypatch.setattr(gateway.codec, "encode", note)
-    content = json.dumps({"prompt": ["the fox " * 100] * 64, "max_tokens": 1})
-    assert (await gateway.http.post("/v1/completions", content=content)).status_code == 200
+    encoded.clear()
+    assert (await gateway.post(prompt=["the fox " * 100] * 64, max_tokens=1)).status_code == 200
     assert [request.token_ids for request in gateway.queue.admitted] == [wanted] * 64
-    assert threads
-    assert threading.main_thread() not in threads
+    assert encoded
+    assert threading.main_thread() not in {thread for _, thread in encoded}

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import json
 from typing import Any
 
 import pytest
+from testkit.http_peer import post
 from testkit.waiting import LIMIT_S, eventually
 
 from services.errors import WorkLimited
 from services.gateway.budget import CHOICE_BYTES, JOB_BYTES, Holdings
-
-BODY = {"prompt": "hello", "max_tokens": 200}
 
 
 class FakeJob:
@@ -101,16 +99,10 @@ def test_what_ended_and_is_still_held_is_not_ended_again():
     assert holdings.excess() == []
 
 
-async def ask(gateway: Any, **options: Any) -> tuple[asyncio.Task[Any], Any]:
-    before = len(gateway.queue.admitted)
-    task = asyncio.create_task(gateway.http.post("/v1/completions", json={**BODY, **options}))
-    return task, (await gateway.queue.wait_for("admitted", before + 1))[before]
-
-
 async def test_what_is_counted_is_what_answers_take(start, script):
     gateway = await start()
     holdings = gateway.table.holdings
-    task, request = await ask(gateway, logprobs=3)
+    task, request = await gateway.ask(logprobs=3)
     prompt = 4 * len(gateway.ids("hello"))
     assert holdings.total == JOB_BYTES + CHOICE_BYTES + prompt
     ids = gateway.ids("the quick brown fox")
@@ -129,18 +121,16 @@ async def test_what_is_counted_is_what_answers_take(start, script):
 async def test_what_waits_in_the_connection_of_a_reader_counts(start, script):
     """More than the kernels hold, for a client that does not read; and where it has got to in each choice."""
     gateway = await start(max_len=2048)
-    body = json.dumps({"prompt": "hello", "n": 16, "logprobs": 5, "max_tokens": 1500, "stream": True}).encode()
-    _, writer = await asyncio.open_connection(*gateway.url.removeprefix("http://").split(":"))
-    writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+    peer = await gateway.connect(post({"prompt": "hello", "n": 16, "logprobs": 5, "max_tokens": 1500, "stream": True}))
     requests = await gateway.queue.wait_for("admitted", 16)
-    writer.transport.pause_reading()
+    peer.writer.transport.pause_reading()
     for request in requests:
         gateway.queue.emit(*script.events(request, [7] * 1500))
     [job] = gateway.table.jobs()
     holdings, counted = gateway.table.holdings, JOB_BYTES + job.prompt_bytes + 16 * CHOICE_BYTES
     await eventually(lambda: job.done and holdings.total > counted + job.nbytes + 2 * 64 * 1024)
     assert holdings.total < counted + job.nbytes + 4 * 64 * 1024
-    writer.transport.abort()
+    peer.writer.transport.abort()
     await eventually(lambda: holdings.total == counted + job.nbytes)
 
 
@@ -148,7 +138,7 @@ async def test_what_waits_in_the_connection_of_a_reader_counts(start, script):
 async def test_an_echo_counts_once_for_each_prompt_in_bytes(start, n, options):
     gateway = await start()
     text = "\U0001f600 \u00e9" * 5
-    task, _ = await ask(gateway, prompt=[text, "hello"], echo=True, n=n, **options)
+    task, _ = await gateway.ask(prompt=[text, "hello"], echo=True, n=n, **options)
     prompts = [gateway.ids(text), gateway.ids("hello")]
     scores = sum(8 * len(ids) + 12 for ids in prompts) if options else 0  # of the first token there is none yet
     expected = JOB_BYTES + 2 * n * CHOICE_BYTES + sum(4 * len(ids) for ids in prompts) + 35 + 5 + scores
@@ -156,14 +146,13 @@ async def test_an_echo_counts_once_for_each_prompt_in_bytes(start, n, options):
     task.cancel()
 
 
-async def test_prompts_are_repeated_up_to_a_bound(start, script, monkeypatch):
+async def test_prompts_are_repeated_up_to_a_bound(start, monkeypatch):
     monkeypatch.setattr("services.gateway.intake._MAX_ECHO_BYTES", 12)
     gateway = await start()
-    gateway.queue.answer = lambda request: script.events(request, [7])
-    body = {"prompt": [gateway.ids("hello"), gateway.ids("hello")], "echo": True}
-    assert (await gateway.http.post("/v1/completions", json=body)).status_code == 200
-    body["prompt"].append(gateway.ids("you"))
-    refused = await gateway.http.post("/v1/completions", json=body)
+    gateway.says([7])
+    prompts = [gateway.ids("hello"), gateway.ids("hello")]
+    assert (await gateway.post(prompt=prompts, echo=True)).status_code == 200
+    refused = await gateway.post(prompt=[*prompts, gateway.ids("you")], echo=True)
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "echo")
     gc.collect()
     assert gateway.table.holdings.total < 2 * JOB_BYTES + 3 * CHOICE_BYTES, "what was lent is given back"
@@ -171,8 +160,8 @@ async def test_prompts_are_repeated_up_to_a_bound(start, script, monkeypatch):
 
 async def test_an_answer_too_much_ends_with_a_typed_error_and_others_go_on(start, script):
     gateway = await start(answer_bytes=40_000)
-    small, modest = await ask(gateway)
-    large, greedy = await ask(gateway, n=3, logprobs=5)
+    small, modest = await gateway.ask()
+    large, greedy = await gateway.ask(n=3, logprobs=5)
     choices = [request for request in gateway.queue.admitted if request.id.startswith(greedy.id.rsplit("-", 1)[0])]
     for request in choices:
         gateway.queue.emit(*script.events(request, [7] * 180, finish=None))
@@ -186,8 +175,8 @@ async def test_an_answer_too_much_ends_with_a_typed_error_and_others_go_on(start
 
 async def test_a_full_gateway_says_so_before_it_queues(start):
     gateway = await start(answer_bytes=7_000)
-    first, _ = await ask(gateway)
-    answer = await gateway.http.post("/v1/completions", json=BODY)
+    first, _ = await gateway.ask()
+    answer = await gateway.post()
     assert (answer.status_code, answer.json()["error"]["code"]) == (429, "work_limit_exceeded")
     assert 1 <= int(answer.headers["retry-after"]) <= 120
     first.cancel()

@@ -24,6 +24,7 @@ class _Process:
     def __init__(self) -> None:
         self.held = self.live = 100
         self.trims = 0
+        self.giver = MemoryGiver(held=lambda: self.held, trim=self.trim)
 
     def trim(self) -> None:
         self.held, self.trims = self.live, self.trims + 1
@@ -34,61 +35,56 @@ def process() -> _Process:
     return _Process()
 
 
-@pytest.fixture
-def giver(process: _Process) -> MemoryGiver:
-    return MemoryGiver(held=lambda: process.held, trim=process.trim)
-
-
-def test_what_is_free_goes_back_also_after_a_look_at_the_peak(giver: MemoryGiver, process: _Process) -> None:
+def test_what_is_free_goes_back_also_after_a_look_at_the_peak(process: _Process) -> None:
     process.held = process.live = 400
-    giver.look()
+    process.giver.look()
     process.live = 120
-    assert giver.look() == 5
+    assert process.giver.look() == 5
     assert process.held == 120
 
 
-def test_within_a_tenth_of_its_least_it_is_left_alone(giver: MemoryGiver, process: _Process) -> None:
+def test_within_a_tenth_of_its_least_it_is_left_alone(process: _Process) -> None:
     process.held = 110
-    assert giver.look() == 5
+    assert process.giver.look() == 5
     assert process.trims == 0
     process.held = process.live = 90
-    giver.look()
+    process.giver.look()
     process.held = 100
-    giver.look()
+    process.giver.look()
     assert process.trims == 1
 
 
-def test_what_is_in_use_is_asked_for_ever_less_often(giver: MemoryGiver, process: _Process) -> None:
+def test_what_is_in_use_is_asked_for_ever_less_often(process: _Process) -> None:
     process.held = process.live = 400
-    assert [giver.look() for _ in range(4)] == [10, 20, 30, 30]
+    assert [process.giver.look() for _ in range(4)] == [10, 20, 30, 30]
     process.live = 300
-    assert giver.look() == 5
+    assert process.giver.look() == 5
 
 
-def test_only_what_has_stopped_growing_may_be_free(giver: MemoryGiver, process: _Process) -> None:
+def test_only_what_has_stopped_growing_may_be_free(process: _Process) -> None:
     found = []
     for held in (100, 400, 500, 500, 480, 490, 105):
         process.held = process.live = held
-        found.append(giver.may_have_free)
-        giver.look()
+        found.append(process.giver.may_have_free)
+        process.giver.look()
     assert found == [False, False, False, True, True, True, False]
 
 
-def test_what_never_stops_growing_is_looked_through_now_and_then(giver: MemoryGiver, process: _Process) -> None:
+def test_what_never_stops_growing_is_looked_through_now_and_then(process: _Process) -> None:
     """It may be garbage that grows."""
     found = []
     for _ in range(16):
         process.held = process.live = int(1.1 * process.held) + 1
-        found.append(giver.may_have_free)
-        giver.look()
+        found.append(process.giver.may_have_free)
+        process.giver.look()
     assert found == [number in (6, 13) for number in range(16)]
 
 
-def test_a_look_that_sees_nothing_changes_nothing(giver: MemoryGiver, process: _Process) -> None:
+def test_a_look_that_sees_nothing_changes_nothing(process: _Process) -> None:
     process.held = 0
-    assert giver.look() == 5
+    assert process.giver.look() == 5
     process.held = 105
-    giver.look()
+    process.giver.look()
     assert process.trims == 0
 
 

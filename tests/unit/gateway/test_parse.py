@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -108,36 +109,20 @@ def test_a_prompt_is_what_its_first_element_is(given, prompts, indent):
     assert [prompt if isinstance(prompt, str) else prompt.tolist() for prompt in found] == prompts
 
 
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        ("", "empty"),
-        ([], "empty"),
-        ([""], "empty"),
-        ([[]], "empty"),
-        ([[1], []], "empty"),
-        (["a", 1], "wrong type"),
-        ([1, "a"], "wrong type"),
-        ([[1], "a"], "wrong type"),
-        ([[1], 2], "wrong type"),
-        ([[["a"]]], "wrong type"),
-        ([1.0], "wrong type"),
-        ([True], "wrong type"),
-        ([None], "wrong type"),
-        (5, "wrong type"),
-        (None, "wrong type"),
-        ({}, "wrong type"),
-        ([-1], "out of range"),
-        ([2**31], "out of range"),
-        ([[2**64]], "out of range"),
-        (["a"] * 1025, "over 1024"),
-        ([[1]] * 1025, "over 1024"),
-    ],
-)
-def test_a_wrong_prompt_is_refused_with_its_fault(given, says):
-    with pytest.raises(InvalidRequest, match=says) as refused:
-        COMPLETION.parse(json.dumps({"prompt": given}).encode())
-    assert refused.value.param == "prompt"
+WRONG_PROMPTS: dict[str, list[Any]] = {
+    "empty": ["", [], [""], [[]], [[1], []]],
+    "wrong type": [["a", 1], [1, "a"], [[1], "a"], [[1], 2], [[["a"]]], [1.5], [True], [None], 5, None, {}],
+    "out of range": [[-1], [2**31], [[2**64]]],
+    "over 1024": [["a"] * 1025, [[1]] * 1025],
+}
+
+
+@pytest.mark.parametrize("says", WRONG_PROMPTS)
+def test_a_wrong_prompt_is_refused_with_its_fault(says):
+    for given in WRONG_PROMPTS[says]:
+        with pytest.raises(InvalidRequest, match=says) as refused:
+            COMPLETION.parse(json.dumps({"prompt": given}).encode())
+        assert refused.value.param == "prompt", given
 
 
 def test_what_changes_nothing_is_taken_wherever_it_stands():
@@ -160,6 +145,9 @@ def test_what_changes_nothing_is_taken_wherever_it_stands():
         ([{"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "text"}]}], "messages.0.content.1.text"),
         ([{"role": "user", "content": [{"type": "text", "text": "x", "odd": 1}]}], "messages.0.content.0.odd"),
         ([{"role": "user", "odd": None, "content": [{"type": "audio", "text": ""}]}], "messages.0.content.0.type"),
+        ([{"role": "robot", "content": "x"}], "messages.0.role"),
+        ([], "messages"),
+        ("hi", "messages"),
         ([{"role": "user", "content": 5}], "messages.0.content"),
         ([{"role": "user", "name": "n" * 257}], "messages.0.name"),
         (["x"], "messages.0"),
@@ -170,6 +158,25 @@ def test_what_changes_nothing_is_taken_wherever_it_stands():
 def test_a_wrong_message_is_named(messages, param):
     with pytest.raises(InvalidRequest) as refused:
         CHAT.parse(json.dumps({"messages": messages}).encode())
+    assert refused.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "says"),
+    [
+        ({"stop": ["a"] * 65}, "stop", "length <= 64"),
+        ({"stop": 5}, "stop", "`str | array | null`, got `int`"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages.0.content.0.type",
+            "'image_url'",
+        ),
+    ],
+)
+def test_a_field_of_several_forms_is_refused_for_the_form_that_was_meant(change, param, says):
+    body = {"messages": [{"role": "user", "content": "x"}]} | change
+    with pytest.raises(InvalidRequest, match=re.escape(says)) as refused:
+        CHAT.parse(json.dumps(body).encode())
     assert refused.value.param == param
 
 

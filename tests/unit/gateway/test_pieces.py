@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from typing import Any
 
-import msgspec
 import pytest
+from msgspec import structs
 from testkit.queue.scores import packed
+from testkit.waiting import eventually
 
 from services.gateway import openai_format
 from services.messages import TokenEvent, TokenLogprob
 
 TEXT = "the quick brown fox — 你好! " * 12
+SCORED = {"prompt": "the quick brown fox", "echo": True, "logprobs": 0, "max_tokens": 5}
 
 
 def scores(request: Any, first: int, last: int) -> TokenEvent:
@@ -26,23 +27,19 @@ def scores(request: Any, first: int, last: int) -> TokenEvent:
     return TokenEvent(request_id=request.id, attempt=request.attempt, index=0, scores=packed(first, found, width))
 
 
-def scored_answer(gateway: Any, script: Any, *, cut: int = 2) -> None:
-    """Prompts are scored in two parts, before their first token."""
-
-    def answer(request: Any) -> list[TokenEvent]:
-        parts = []
-        if request.sampling.prompt_logprobs is not None:
-            parts = [scores(request, 1, cut), scores(request, cut, request.prompt_len)]
-        plain = msgspec.structs.replace(
-            request, sampling=msgspec.structs.replace(request.sampling, prompt_logprobs=None)
-        )
-        return [*parts, *script.events(plain, gateway.ids(" there"))]
-
-    gateway.queue.answer = answer
+def without_scores(request: Any) -> Any:
+    return structs.replace(request, sampling=structs.replace(request.sampling, prompt_logprobs=None))
 
 
 async def test_a_prompt_is_scored_once_and_shown_by_each_of_its_choices(gateway, script):
-    scored_answer(gateway, script)
+    """The prompts are scored in two parts, before their first token."""
+
+    def answer(request: Any) -> list[TokenEvent]:
+        scored = request.sampling.prompt_logprobs is not None
+        parts = [scores(request, 1, 2), scores(request, 2, request.prompt_len)] if scored else []
+        return [*parts, *script.events(without_scores(request), gateway.ids(" there"))]
+
+    gateway.queue.answer = answer
     body = {"prompt": ["the quick brown fox", "hello world"], "n": 3, "echo": True, "logprobs": 2, "max_tokens": 5}
     choices = (await gateway.http.post("/v1/completions", json=body)).json()["choices"]
     asked = [request.sampling.prompt_logprobs for request in gateway.queue.admitted]
@@ -58,22 +55,19 @@ async def test_a_prompt_is_scored_once_and_shown_by_each_of_its_choices(gateway,
 
 
 async def test_choices_wait_for_the_scores_of_their_prompt(gateway, script):
-    body = {"prompt": "the quick brown fox", "n": 2, "echo": True, "logprobs": 0, "max_tokens": 5}
-    task = asyncio.create_task(gateway.http.post("/v1/completions", json=body))
-    first, second = await gateway.queue.wait_for("admitted", 2)
+    task, first = await gateway.ask(**SCORED, n=2)
+    second = gateway.queue.admitted[1]
     gateway.queue.emit(*script.events(second, gateway.ids(" there")))
     gateway.queue.emit(scores(first, 1, 3), scores(first, 1, 3))  # one part, doubled
-    plain = msgspec.structs.replace(first, sampling=second.sampling)
-    gateway.queue.emit(scores(first, 3, first.prompt_len), *script.events(plain, gateway.ids(" you")))
+    rest = scores(first, 3, first.prompt_len)
+    gateway.queue.emit(rest, *script.events(without_scores(first), gateway.ids(" you")))
     choices = (await task).json()["choices"]
     assert [choice["text"] for choice in choices] == ["the quick brown fox you", "the quick brown fox there"]
     assert all(choice["logprobs"]["token_logprobs"][2] == -0.25 for choice in choices)
 
 
 async def test_scores_begin_again_with_the_attempt(gateway, script):
-    body = {"prompt": "the quick brown fox", "echo": True, "logprobs": 0, "max_tokens": 5}
-    task = asyncio.create_task(gateway.http.post("/v1/completions", json=body))
-    (request,) = await gateway.queue.wait_for("admitted")
+    task, request = await gateway.ask(**SCORED)
     gateway.queue.emit(scores(request, 1, 3), script.lost(request, 2))
     (again,) = await gateway.queue.wait_for("resubmitted")
     assert again.sampling.prompt_logprobs == 0
@@ -87,10 +81,8 @@ async def test_scores_begin_again_with_the_attempt(gateway, script):
 
 
 async def test_a_part_of_the_scores_that_is_missing_is_asked_for_again(gateway, script):
-    body = {"prompt": "the quick brown fox", "echo": True, "logprobs": 0, "max_tokens": 5}
-    task = asyncio.create_task(gateway.http.post("/v1/completions", json=body))
-    (request,) = await gateway.queue.wait_for("admitted")
-    plain = msgspec.structs.replace(request, sampling=msgspec.structs.replace(request.sampling, prompt_logprobs=None))
+    task, request = await gateway.ask(**SCORED)
+    plain = without_scores(request)
     gateway.queue.emit(scores(request, 1, 2), *script.events(plain, gateway.ids(" there")))
     (again,) = await gateway.queue.wait_for("resubmitted")
     assert (again.attempt, again.sampling.prompt_logprobs) == (2, 0)
@@ -98,28 +90,21 @@ async def test_a_part_of_the_scores_that_is_missing_is_asked_for_again(gateway, 
     assert (await task).json()["choices"][0]["text"] == "the quick brown fox there"
 
 
-def emulate(gateway: Any, script: Any) -> None:
-    ids = gateway.ids(TEXT)
-    gateway.queue.answer = lambda request: script.events(request, ids)
-
-
-CASES = [
-    ("/v1/completions", {"prompt": "hello", "logprobs": 3, "return_token_ids": True, "echo": True}),
-    ("/v1/completions", {"prompt": ["hello", "the fox"], "n": 2}),
-    ("/v1/completions", {"prompt": ["h\u00e9llo \U0001f600\n" * 9, "the fox"], "echo": True}),
-    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 2}),
-]
-
-
-@pytest.mark.parametrize(("path", "body"), CASES)
-async def test_a_whole_answer_is_the_same_in_small_pieces(start, script, monkeypatch, path, body):
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "hello", "logprobs": 3, "return_token_ids": True, "echo": True}),
+        ("/v1/completions", {"prompt": ["h\u00e9llo \U0001f600\n" * 9, "the fox"], "n": 2, "echo": True}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 2}),
+    ],
+)
+async def test_a_whole_answer_is_the_same_in_small_pieces(start, monkeypatch, path, body):
     gateway = await start(max_len=4096)
-    emulate(gateway, script)
+    gateway.says(TEXT)
     wanted = await gateway.http.post(path, json={**body, "max_tokens": 900})
     assert wanted.status_code == 200
-    monkeypatch.setattr(openai_format, "PIECE_RECORDS", 7)
-    monkeypatch.setattr(openai_format, "PIECE_BYTES", 10)
-    monkeypatch.setattr(openai_format, "TAKE_BYTES", 64)
+    for name, value in {"PIECE_RECORDS": 7, "PIECE_BYTES": 10, "TAKE_BYTES": 64}.items():
+        monkeypatch.setattr(openai_format, name, value)
     monkeypatch.setattr("services.gateway.stream.TAKE_BYTES", 64)
     pieces = await gateway.http.post(path, json={**body, "max_tokens": 900})
     assert pieces.headers["transfer-encoding"] == "chunked"
@@ -129,9 +114,9 @@ async def test_a_whole_answer_is_the_same_in_small_pieces(start, script, monkeyp
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_alternatives_make_pieces_of_fewer_tokens_not_longer_ones(start, script, monkeypatch, stream):
+async def test_alternatives_make_pieces_of_fewer_tokens_not_longer_ones(start, monkeypatch, stream):
     gateway = await start(max_len=4096)
-    emulate(gateway, script)
+    gateway.says(TEXT)
     parts: list[bytes] = []
     encode = openai_format._encode
 
@@ -146,9 +131,9 @@ async def test_alternatives_make_pieces_of_fewer_tokens_not_longer_ones(start, s
     assert max(map(len, parts)) < openai_format.TAKE_BYTES
 
 
-async def test_a_long_echo_goes_out_in_pieces(start, script, monkeypatch):
+async def test_a_long_echo_goes_out_in_pieces(start, monkeypatch):
     gateway = await start(max_len=4096)
-    emulate(gateway, script)
+    gateway.says(TEXT)
     taken: list[bytes] = []
 
     def noted(pieces: Any) -> bytes:
@@ -163,39 +148,6 @@ async def test_a_long_echo_goes_out_in_pieces(start, script, monkeypatch):
     assert max(map(len, taken)) < 300
 
 
-async def events(gateway: Any, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-    text = (await gateway.http.post(path, json={**body, "max_tokens": 900, "stream": True})).text
-    lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
-    assert lines[-1] == "[DONE]"
-    return [choice for line in lines[:-1] for choice in json.loads(line)["choices"]]
-
-
-def joined(found: list[dict[str, Any]], index: int) -> tuple[str, list[Any], list[Any], list[str]]:
-    """Text, log-probabilities, ids and finish reasons of a choice over all its events."""
-    mine = [choice for choice in found if choice["index"] == index]
-    text = "".join(choice.get("text") or choice.get("delta", {}).get("content") or "" for choice in mine)
-    logprobs = [choice["logprobs"] for choice in mine if choice["logprobs"]]
-    tokens = [token for each in logprobs for token in each.get("tokens") or each.get("content") or []]
-    ids = [token for choice in mine for token in choice.get("token_ids", [])]
-    return text, tokens, ids, [choice["finish_reason"] for choice in mine if choice["finish_reason"]]
-
-
-@pytest.mark.parametrize(("path", "body"), CASES)
-async def test_a_stream_is_the_same_in_small_events(start, script, monkeypatch, path, body):
-    gateway = await start(max_len=4096)
-    emulate(gateway, script)
-    wanted = await events(gateway, path, body)
-    monkeypatch.setattr(openai_format, "PIECE_RECORDS", 5)
-    monkeypatch.setattr(openai_format, "PIECE_BYTES", 10)
-    monkeypatch.setattr(openai_format, "TAKE_BYTES", 64)
-    monkeypatch.setattr("services.gateway.stream.TAKE_BYTES", 64)
-    small = await events(gateway, path, body)
-    assert len(small) > 3 * len(wanted)
-    for index in range(len(gateway.queue.admitted) // 2):
-        assert joined(small, index) == joined(wanted, index)
-        assert joined(small, index)[3] == ["length"]
-
-
 async def test_one_tenants_long_answer_leaves_the_loop_to_others(start, script):
     """While megabytes of log-probabilities are encoded."""
     gateway = await start(max_len=4096)
@@ -205,8 +157,7 @@ async def test_one_tenants_long_answer_leaves_the_loop_to_others(start, script):
     for request in await gateway.queue.wait_for("admitted", 48):
         gateway.queue.emit(*script.events(request, ids))
         await asyncio.sleep(0.01)
-    while len(gateway.table):
-        await asyncio.sleep(0.01)
+    await eventually(lambda: not len(gateway.table))
     answered = 0
     while not long.done():
         answered += (await gateway.http.get("/health", timeout=60)).status_code == 200

@@ -1,4 +1,4 @@
-"""A stream of several sequences says of each what a whole answer says, however their tokens mix."""
+"""A stream says of each sequence what a whole answer says, however their tokens mix and where its events are cut."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from services.gateway import openai_format
+
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 SAID = ["the quick STOP fox", "naïve 🙂 over", "hello", "STOP", "the lazy dog ends with ST", "there OP STOP STOP"]
 CHATS: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
@@ -17,7 +19,8 @@ CASES = {
     "n": (COMPLETIONS, {"prompt": "hello", "n": 3}),
     "prompts": (COMPLETIONS, {"prompt": ["hello", "the fox"], "n": 3}),
     "ids and scores": (COMPLETIONS, {"prompt": [[72, 73], [74]], "n": 2, "logprobs": 2, "return_token_ids": True}),
-    "echo": (COMPLETIONS, {"prompt": ["hello", "é🙂"], "n": 2, "echo": True, "logprobs": 0}),
+    "echo": (COMPLETIONS, {"prompt": ["hello", "é🙂"], "n": 2, "echo": True, "logprobs": 0, "return_token_ids": True}),
+    "long echo": (COMPLETIONS, {"prompt": ["h\u00e9llo \U0001f600\n" * 9], "n": 1, "echo": True}),
     "stop": (COMPLETIONS, {"prompt": ["hello", "the fox"], "n": 3, "stop": ["STOP"]}),
     "chat": (CHAT, CHATS | {"n": 3}),
     "chat with scores": (CHAT, CHATS | {"n": 2, "logprobs": True, "top_logprobs": 2}),
@@ -51,20 +54,14 @@ def joined(parts: list[Any]) -> Any:
     return sum(parts[1:], start=parts[0])
 
 
-@pytest.mark.parametrize(("path", "body"), CASES.values(), ids=CASES)
-@pytest.mark.parametrize("usage", [True, False])
-async def test_each_choice_of_a_stream_is_that_of_the_whole_answer(gateway, script, path, body, usage):
-    whole = json.loads(await ask(gateway, script, path, body))
-    asked = body | {"stream": True} | ({"stream_options": {"include_usage": True}} if usage else {})
-    lines = (await ask(gateway, script, path, asked)).split("\n\n")
+def chunks_of(text: str) -> list[dict[str, Any]]:
+    lines = text.split("\n\n")
     assert lines[-2:] == ["data: [DONE]", ""]
-    chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-2] if not line.startswith(":")]
-    assert len({(chunk["id"], chunk["created"], chunk["model"], chunk["object"]) for chunk in chunks}) == 1
-    if usage:
-        last = chunks.pop()
-        assert (last["choices"], last["usage"]) == ([], whole["usage"])
-    assert [chunk.get("usage", "none") for chunk in chunks] == [None if usage else "none"] * len(chunks)
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-2] if not line.startswith(":")]
 
+
+def assert_they_say(chunks: list[dict[str, Any]], whole: dict[str, Any]) -> None:
+    assert len({(chunk["id"], chunk["created"], chunk["model"], chunk["object"]) for chunk in chunks}) == 1
     choices: dict[int, list[dict[str, Any]]] = defaultdict(list)
     for chunk in chunks:
         [choice] = chunk["choices"]
@@ -74,8 +71,7 @@ async def test_each_choice_of_a_stream_is_that_of_the_whole_answer(gateway, scri
         events = choices[index]
         finishes = [event["finish_reason"] for event in events]
         assert finishes == [None] * (len(events) - 1) + [wanted["finish_reason"]]
-        assert wanted["finish_reason"] == ("stop" if "stop" in body and "STOP" in SAID[index] else "length")
-        if path == CHAT:
+        if "message" in wanted:
             assert [event["delta"].pop("role", None) for event in events] == ["assistant"] + [None] * (len(events) - 1)
             text = "".join(event["delta"].get("content", "") for event in events)
             assert text == wanted["message"]["content"]
@@ -84,3 +80,34 @@ async def test_each_choice_of_a_stream_is_that_of_the_whole_answer(gateway, scri
             assert "".join(event["text"] for event in events) == wanted["text"]
         for name in ("logprobs", "token_ids"):
             assert joined([event.get(name) for event in events]) == wanted.get(name)
+
+
+@pytest.mark.parametrize(("path", "body"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize("usage", [True, False])
+async def test_each_choice_of_a_stream_is_that_of_the_whole_answer(gateway, script, path, body, usage):
+    whole = json.loads(await ask(gateway, script, path, body))
+    stops = ["stop" in body and "STOP" in said for said in SAID[: len(whole["choices"])]]
+    assert [choice["finish_reason"] == "stop" for choice in whole["choices"]] == stops
+    asked = body | {"stream": True} | ({"stream_options": {"include_usage": True}} if usage else {})
+    chunks = chunks_of(await ask(gateway, script, path, asked))
+    if usage:
+        last = chunks.pop()
+        assert (last["choices"], last["usage"]) == ([], whole["usage"])
+    assert [chunk.get("usage", "none") for chunk in chunks] == [None if usage else "none"] * len(chunks)
+    assert_they_say(chunks, whole)
+
+
+@pytest.mark.parametrize(("path", "body"), CASES.values(), ids=CASES)
+async def test_a_long_answer_is_the_same_in_small_events(start, monkeypatch, path, body):
+    gateway = await start(max_len=4096)
+    gateway.says("the quick brown fox — 你好! " * 12)
+    body = body | {"max_tokens": 900, "seed": 7}
+    whole = (await gateway.http.post(path, json=body)).json()
+    usual = chunks_of((await gateway.http.post(path, json=body | {"stream": True})).text)
+    for name, value in {"PIECE_RECORDS": 5, "PIECE_BYTES": 10, "TAKE_BYTES": 64}.items():
+        monkeypatch.setattr(openai_format, name, value)
+    monkeypatch.setattr("services.gateway.stream.TAKE_BYTES", 64)
+    small = chunks_of((await gateway.http.post(path, json=body | {"stream": True})).text)
+    assert len(small) > 3 * len(usual)
+    assert {choice["finish_reason"] for choice in whole["choices"]} == {"length"}
+    assert_they_say(small, whole)

@@ -40,14 +40,14 @@ def pieces(codec: TextCodec, token_ids: list[int], prompt: list[int] | None = No
     return [*(text.push(token_id) for token_id in token_ids), text.flush()]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(token_ids=st.lists(st.integers(0, 399), max_size=40))
 def test_any_tokens_give_the_text_of_the_whole_decode(codec, token_ids):
     token_ids = [token_id for token_id in token_ids if codec.tokenizer.id_to_token(token_id) is not None]
     assert "".join(pieces(codec, token_ids)) == codec.decode(token_ids, skip_special_tokens=True)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(text=st.text(max_size=30))
 def test_valid_text_never_shows_half_a_character(codec, text):
     found = pieces(codec, codec.encode(text))
@@ -55,13 +55,7 @@ def test_valid_text_never_shows_half_a_character(codec, text):
     assert all("\ufffd" not in piece for piece in found) or "\ufffd" in text
 
 
-def test_an_unfinished_character_is_flushed_as_a_replacement(codec):
-    token_ids = codec.encode("é")
-    assert len(token_ids) == 2
-    assert pieces(codec, token_ids[:1]) == ["", "\ufffd"]
-
-
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(token_ids=st.lists(st.integers(259, 264), max_size=30))
 def test_window_decoding_continues_the_prompt(byte_fallback, token_ids):
     prompt = [259, 261]
@@ -69,7 +63,7 @@ def test_window_decoding_continues_the_prompt(byte_fallback, token_ids):
     assert byte_fallback.decode(prompt) + "".join(pieces(byte_fallback, token_ids, prompt)) == whole
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(text=st.text(alphabet="é你🙂 x", max_size=12))
 def test_window_decoding_of_byte_tokens(byte_fallback, text):
     token_ids = [3 + byte for byte in text.encode()]
@@ -96,31 +90,6 @@ def test_token_names(codec, byte_fallback):
     assert byte_fallback.token_text(0) == "<s>"
 
 
-@settings(max_examples=300, deadline=None)
-@given(
-    text=st.text(alphabet="abc", max_size=30),
-    stops=st.lists(st.text(alphabet="abc", min_size=1, max_size=4), min_size=1, max_size=4),
-    cuts=st.lists(st.integers(1, 4), min_size=30, max_size=30),
-)
-def test_stop_strings_cut_where_a_whole_search_would(text, stops, cuts):
-    """What went out is the text before the first stop string that is complete; of those that one piece completes, the
-    one that begins first."""
-    found, out, position = StopSet(stops).finder(), "", 0
-    met = False
-    for size in cuts:
-        shown, met = found.push(text[position : position + size])
-        out, position = out + shown, position + size
-        if met:
-            break
-    if not met:
-        out += found.flush()
-    begins = [at for at in range(len(text)) for stop in stops if text[:position].startswith(stop, at)]
-    assert out == text[: min(begins, default=len(text))]
-    assert met == bool(begins)
-    complete = [at + len(stop) for at in range(len(text)) for stop in stops if text.startswith(stop, at)]
-    assert not complete or position - size < min(complete) <= position, "it stops with the piece that completes one"
-
-
 def plain_search(stops, pieces):
     """What each push returns, by trying every place; then what flush returns."""
     held = ""
@@ -139,7 +108,7 @@ def plain_search(stops, pieces):
     yield held
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=1000)
 @given(
     stops=st.lists(st.text(alphabet="ab\U0001f600", min_size=1, max_size=7), min_size=1, max_size=8),
     pieces=st.lists(st.text(alphabet="ab\U0001f600", max_size=9), max_size=12),
@@ -170,18 +139,10 @@ def test_a_character_costs_no_more_with_many_stop_strings():
     assert lines < 20 * 128
 
 
-def test_nothing_is_held_back_that_cannot_become_a_stop_string():
-    stops = StopSet(["STOP"]).finder()
-    assert stops.push("text S") == ("text ", False)
-    assert stops.push("o") == ("So", False)
-    assert stops.push("STO") == ("", False)
-    assert stops.push("P after") == ("", True)
-
-
 def test_checkpoint_files(model_dir):
     config = read_tokenizer_config(model_dir)
     codec = load_codec(model_dir, config)
-    assert codec.special.eos_token == "<|eos|>"
+    assert (codec.special.bos_token, codec.special.eos_token, codec.special.pad_token) == ("<|bos|>", "<|eos|>", None)
     template = load_chat_template(model_dir, config, codec.special)
     assert template is not None
     (model_dir / "chat_template.jinja").write_text("{{ eos_token }}")
@@ -252,9 +213,8 @@ def test_a_text_that_the_tokenizer_fails_on_is_the_clients(codec):
     described = msgspec.json.decode(codec.tokenizer.to_str())
     failing = Tokenizer.from_str(msgspec.json.encode(described | {"pre_tokenizer": FAILS_ON_ALL}).decode())
     failing_codec = TextCodec(failing, codec.special)
-    chat_encoder = ChatEncoder(
-        ChatTemplate("{{ messages[0].content }}", codec.special), failing_codec, lambda _text: None
-    )
+    template = ChatTemplate("{{ messages[0].content }}", codec.special)
+    chat_encoder = ChatEncoder(template, failing_codec, lambda _text: None)
     with pytest.raises(InvalidRequest, match="tokenizer fails on this text"):
         failing_codec.encode("x")
     for text in ("x", "x<|eos|>"):
@@ -263,15 +223,11 @@ def test_a_text_that_the_tokenizer_fails_on_is_the_clients(codec):
             chat_encoder.token_ids(chat)
 
 
-def test_a_template_that_is_not_text_is_a_startup_error(model_dir, codec):
-    (model_dir / "chat_template.jinja").write_bytes(b"\xff{{ messages }}")
-    with pytest.raises(CheckpointError, match=r"chat_template\.jinja"):
-        load_chat_template(model_dir, {}, codec.special)
-
-
-def test_a_template_that_does_not_parse_is_a_startup_error():
-    with pytest.raises(CheckpointError, match="line 1"):
-        ChatTemplate("{% if %}", SpecialTokens())
+def test_a_template_that_is_not_text_or_does_not_parse_is_a_startup_error(model_dir, codec):
+    for content, says in ((b"\xff{{ messages }}", r"chat_template\.jinja"), (b"{% if %}", "line 1")):
+        (model_dir / "chat_template.jinja").write_bytes(content)
+        with pytest.raises(CheckpointError, match=says):
+            load_chat_template(model_dir, {}, codec.special)
 
 
 @pytest.mark.parametrize(
@@ -324,11 +280,3 @@ def test_template_equals_that_of_transformers(codec):
     expected = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     ours = ChatTemplate(source, SpecialTokens(eos_token="<|eos|>"))
     assert ours.render(messages, add_generation_prompt=True, options={}) == expected
-
-
-def test_special_tokens_in_both_spellings(tmp_path, tokenizer):
-    config = {"eos_token": {"content": "E"}, "bos_token": "B", "pad_token": None}
-    (tmp_path / "tokenizer_config.json").write_bytes(msgspec.json.encode(config))
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    special = load_codec(tmp_path, read_tokenizer_config(tmp_path)).special
-    assert (special.bos_token, special.eos_token, special.pad_token) == ("B", "E", None)

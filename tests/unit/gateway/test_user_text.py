@@ -54,7 +54,7 @@ def harmless(kind: Kind, source: str, chat: Conversation) -> list[int]:
     return controls_in(kind, kind.codec.encode(rendered(kind, source, silent), add_special_tokens=False))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_harmless_conversations_are_tokenized_as_by_transformers(kind, data):
     source = data.draw(st.sampled_from(kind.templates))
@@ -71,7 +71,7 @@ def test_harmless_conversations_are_tokenized_as_by_transformers(kind, data):
     assert encoder(kind, source).token_ids(chat) == theirs
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_whatever_is_said_the_control_tokens_are_the_templates(kind, data):
     source = data.draw(st.sampled_from(kind.templates))
@@ -155,16 +155,13 @@ def test_options_that_switch_a_template_go_on_doing_so(chatml):
 
 
 def test_a_template_may_refuse_a_conversation_without_words(chatml):
-    source = (
-        TURNS
-        + "{% if 'please' not in messages[0].content %}{{ raise_exception('no: ' + messages[0].content) }}{% endif %}"
+    refusal = (
+        "{% if 'please' not in messages[0].content %}{{ raise_exception('no: ' + messages[0].content) }}{% endif %}"
     )
-    ours = encoder(chatml, source)
+    ours = encoder(chatml, TURNS + refusal)
     for text in ("please", f"please {END}"):
-        assert (
-            chatml.codec.decode(ours.token_ids(conversation(("user", text))))
-            == f"{START}user\n{text}{END}\n{START}assistant\n"
-        )
+        said = chatml.codec.decode(ours.token_ids(conversation(("user", text))))
+        assert said == f"{START}user\n{text}{END}\n{START}assistant\n"
     with pytest.raises(InvalidRequest, match=r"no: <\|im_end\|>\.$"):
         ours.token_ids(conversation(("user", END)))
 
@@ -188,15 +185,14 @@ def test_a_tokenizer_without_control_tokens_leaves_all_as_it_is(chatml):
     assert encoder(kind).token_ids(chat) == kind.codec.encode(rendered(kind, TURNS, chat))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(data=st.data())
 def test_pieces_are_tokenized_as_the_whole_that_they_spell(kind, data):
     if kind.spaced:
         pytest.skip("a space comes after each control token, too")
     controls = ControlTokens(kind.codec)
-    text = "".join(
-        data.draw(st.lists(st.sampled_from([*kind.controls, " ", "th ", "the ", "<", "x", "é"]), max_size=12))
-    )
+    words = st.sampled_from([*kind.controls, " ", "th ", "the ", "<", "x", "é"])
+    text = data.draw(st.lists(words, max_size=12).map("".join))
     pieces: list[str | int] = []
     position = 0
     for span in controls.spans(text):
