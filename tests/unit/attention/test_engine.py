@@ -171,6 +171,18 @@ def test_cancelling_frees_blocks_at_once_or_with_the_step_under_way(make_engine:
     assert not engine.has_work
 
 
+def test_a_higher_attempt_replaces_the_lower_one(make_engine: MakeEngine, tiny: Any) -> None:
+    engine = make_engine()
+    wanted = tiny.greedy(SHARED, 8)
+    engine.add(ask("r", SHARED))
+    engine.step()
+    engine.add(ask("r", SHARED, attempt=2, delivered=(wanted[0],)))
+    assert engine.held() == {"r": 2}
+    events = run(engine)["r"]
+    assert {event.attempt for event in events} == {2}
+    assert tokens(events) == wanted[1:]
+
+
 def error_of(events: list[TokenEvent]) -> str:
     """The code of the error that is all that came of a request."""
     (end,) = events
