@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -15,6 +15,9 @@ import torch
 from safetensors.torch import save_file
 from testkit.gpu.decode_bench import Parts, load
 from testkit.models.engines import MakeEngine
+from testkit.processes.roles import Deployment
+from testkit.queue.client import Client
+from testkit.queue.redis_server import RedisServer
 from torch import Tensor
 
 from services.attention.step.engine import Engine, EngineOptions
@@ -137,3 +140,16 @@ def build_engine(tiny: TinyModel) -> MakeEngine:
 def make_engine(build_engine: MakeEngine, request: pytest.FixtureRequest) -> MakeEngine:
     """Without and with lookahead."""
     return partial(build_engine, lookahead=request.param)
+
+
+@pytest.fixture
+async def deployment(server: RedisServer, request: pytest.FixtureRequest) -> AsyncIterator[Deployment]:
+    """With a scheduler; its limits are the test's parameter."""
+    async with Deployment(server.url, **getattr(request, "param", {})) as deployment:
+        deployment.scheduler()
+        yield deployment
+
+
+@pytest.fixture
+async def client(deployment: Deployment) -> Client:
+    return await deployment.client()
