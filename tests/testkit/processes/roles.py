@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import pytest
@@ -115,6 +116,15 @@ class Deployment:
     async def lapse(self, worker: RunningWorker) -> None:
         """Ends the lease of ``worker`` now."""
         assert await self.connection().zadd(KEYS.workers, {worker.info.id: 1}, xx=True, ch=True)
+
+    @cached_property
+    def queue(self) -> SchedulerQueue:
+        """As a scheduler sees it."""
+        return SchedulerQueue(self.connection(), KEYS, self.limits)
+
+    async def has_credit(self, *requests: int) -> bool:
+        """Whether the workers may be assigned so many requests."""
+        return [state.credit_requests for state in await self.queue.workers()] == list(requests)
 
     def scheduler(self, placement: Callable[[], Any] | None = None) -> RunningScheduler:
         redis, registry = self.connection(), CollectorRegistry()

@@ -87,6 +87,12 @@ def check(streams: Sequence[Stream], count: int) -> None:
         assert stream.tokens == stream.sent == continuation(stream.choice.prompt.tolist(), count)
 
 
+async def complete(streams: Sequence[Stream], count: int) -> None:
+    """Wait for the end of each, and check that it has its ``count`` tokens."""
+    await finish(streams)
+    check(streams, count)
+
+
 class Client(Gateway):
     """Use as an async context manager. ``rest_s``: how long it rests after each read."""
 

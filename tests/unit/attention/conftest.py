@@ -3,34 +3,34 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import math
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from testkit.gpu.decode_bench import Parts, load
+from testkit.models.engines import MakeEngine
+from testkit.processes.roles import Deployment
+from testkit.queue.client import Client
+from testkit.queue.redis_server import RedisServer
+from torch import Tensor
 
-from services.attention.step.cuda_graphs import Capture
 from services.attention.step.engine import Engine, EngineOptions
-from services.attention.step.overlap import OverlapPolicy
-from services.fabric.local import LocalHandle, LocalLink
+from services.fabric.local import LocalLink
 from services.model.dense import DenseModel
-from services.model.experts import ExpertShard
 from services.model.load_spec import load_spec
 from services.model.names import dense_shapes, expert_shapes
-from services.model.progress import NoProgress
 from services.model.reference import ReferenceModel
-from services.model.weights import load_dense, load_experts
 
 CONFIG = {
-    "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",
-    "torch_dtype": "float32",
     "vocab_size": 97,
     "hidden_size": 32,
-    "intermediate_size": 48,
     "moe_intermediate_size": 24,
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
@@ -39,18 +39,10 @@ CONFIG = {
     "num_experts": 8,
     "num_experts_per_tok": 2,
     "norm_topk_prob": True,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
     "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-    "use_sliding_window": False,
     "eos_token_id": 0,
-    "bos_token_id": 1,
 }
+NAN, FATAL = 96, 95
 
 
 @dataclass
@@ -60,17 +52,19 @@ class TinyModel:
     folder: Path
     reference: ReferenceModel
 
+    def load(self) -> Parts:
+        return load(self.folder, torch.device("cpu"), torch.float32)
+
+    @cached_property
+    def parts(self) -> Parts:
+        return self.load()
+
     def dense(self) -> DenseModel:
-        spec = load_spec(self.folder)
-        weights = load_dense(self.folder, spec, dtype=torch.float32, device=torch.device("cpu"), progress=NoProgress())
-        return DenseModel(spec, weights)
+        """One of its own: a test may break its weights."""
+        return self.load().model
 
     def link(self) -> LocalLink:
-        spec = load_spec(self.folder)
-        experts = load_experts(
-            self.folder, spec, dtype=torch.float32, device=torch.device("cpu"), progress=NoProgress(), experts=None
-        )
-        return LocalLink(ExpertShard(experts, num_experts=spec.num_experts).by_layer(), num_experts=spec.num_experts)
+        return self.parts.link()
 
     def greedy(self, prompt: list[int], max_tokens: int) -> list[int]:
         """What the oracle generates; it must be sure of every token and of every choice of experts."""
@@ -100,32 +94,62 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     return TinyModel(folder, ReferenceModel.load(folder))
 
 
-@pytest.fixture(params=["off", "all"], ids=["read at once", "lookahead"])
-def make_engine(tiny: TinyModel, request: pytest.FixtureRequest) -> Callable[..., Engine[LocalHandle]]:
-    """Engines over the tiny model, without and with lookahead; keyword arguments are the engine's options."""
+class TouchyModel(DenseModel):
+    """Cannot compute the token FATAL; NAN makes its row NaN."""
 
-    def make(
+    def embed(self, token_ids_T: Tensor) -> Tensor:
+        if bool((token_ids_T == FATAL).any()):
+            raise RuntimeError("planted")
+        return super().embed(token_ids_T)
+
+
+@pytest.fixture(scope="session")
+def touchy(tiny: TinyModel) -> TouchyModel:
+    model = tiny.dense()
+    model._weights.embed_VD[NAN] = math.nan
+    return TouchyModel(model.spec, model._weights)
+
+
+@pytest.fixture(scope="session")
+def build_engine(tiny: TinyModel) -> MakeEngine:
+    """Engines over the tiny model; other keyword arguments are the engine's options."""
+
+    def build(
         *,
         model: DenseModel | None = None,
         link: Any = None,
         clock: Callable[[], int] = lambda: 0,
-        overlap: OverlapPolicy | None = None,
-        capture: Capture | None = None,
+        overlap: Any = None,
+        capture: Any = None,
         **options: Any,
-    ) -> Engine[LocalHandle]:
-        defaults: dict[str, Any] = {
-            "block_size": 4,
-            "kv_blocks": 128,
-            "max_num_batched_tokens": 64,
-            "lookahead": request.param,
-        }
+    ) -> Engine[Any]:
+        defaults: dict[str, Any] = {"block_size": 4, "kv_blocks": 128, "max_num_batched_tokens": 64}
         return Engine(
-            model=model or tiny.dense(),
+            model=model or tiny.parts.model,
             link=link or tiny.link(),
-            options=EngineOptions(**{**defaults, **options}),
+            options=EngineOptions(**defaults | options),
             clock=clock,
             overlap=overlap,
             capture=capture,
         )
 
-    return make
+    return build
+
+
+@pytest.fixture(params=["off", "all"], ids=["read at once", "lookahead"])
+def make_engine(build_engine: MakeEngine, request: pytest.FixtureRequest) -> MakeEngine:
+    """Without and with lookahead."""
+    return partial(build_engine, lookahead=request.param)
+
+
+@pytest.fixture
+async def deployment(server: RedisServer, request: pytest.FixtureRequest) -> AsyncIterator[Deployment]:
+    """With a scheduler; its limits are the test's parameter."""
+    async with Deployment(server.url, **getattr(request, "param", {})) as deployment:
+        deployment.scheduler()
+        yield deployment
+
+
+@pytest.fixture
+async def client(deployment: Deployment) -> Client:
+    return await deployment.client()

@@ -10,15 +10,14 @@ from services.attention.setup.capacity import capacity, credit
 from services.errors import ConfigError
 
 
-def test_the_models_own_length_is_lowered_to_what_the_blocks_hold() -> None:
-    room = capacity(kv_blocks=20, block_size=16, asked=None, max_position=512)
-    assert (room.kv_tokens, room.max_model_len, room.lowered) == (320, 320, True)
-
-
-def test_a_length_that_fits_is_kept() -> None:
-    room = capacity(kv_blocks=20, block_size=16, asked=300, max_position=512)
-    assert (room.max_model_len, room.lowered) == (300, False)
-    assert not capacity(kv_blocks=32, block_size=16, asked=None, max_position=512).lowered
+@pytest.mark.parametrize(
+    ("kv_blocks", "asked", "length"),
+    [(20, None, 320), (20, 300, 300), (32, None, 512)],
+    ids=["the model's own is lowered", "what was asked for fits", "the model's own fits"],
+)
+def test_the_length_is_what_the_blocks_hold(kv_blocks: int, asked: int | None, length: int) -> None:
+    room = capacity(kv_blocks=kv_blocks, block_size=16, asked=asked, max_position=512)
+    assert (room.kv_tokens, room.max_model_len, room.lowered) == (16 * kv_blocks, length, length == 320)
 
 
 def test_a_length_that_was_asked_for_and_does_not_fit_is_an_error_that_names_the_way_out() -> None:

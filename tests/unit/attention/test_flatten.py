@@ -5,30 +5,20 @@ from __future__ import annotations
 import random
 
 import torch
+from testkit.models.engines import ask
 from testkit.models.pieces import pieces
 
 from services.attention.sequences.plan import Piece, StepPlan
 from services.attention.sequences.sequence import SequenceState, open_sequence
 from services.attention.step.flatten import Flattener, split
-from services.messages import GenerateRequest, SamplingParams
 from services.model.inputs import StepInputs
 
 CPU = torch.device("cpu")
 
 
 def sequence(number: int, length: int, block_size: int, draw: random.Random) -> SequenceState:
-    request = GenerateRequest(
-        id=str(number),
-        attempt=1,
-        token_ids=[draw.randrange(1000) for _ in range(length)],
-        prompt_len=1,
-        sampling=SamplingParams(max_tokens=500),
-        deadline_ms=1,
-        priority=5,
-        tenant="t",
-        reply_to="g",
-    )
-    state = open_sequence(request, number, ())
+    known = [draw.randrange(1000) for _ in range(length)]
+    state = open_sequence(ask(str(number), known[:1], 500, delivered=known[1:]), number, ())
     state.computed, state.prefilling = length - 1, False
     state.blocks = [draw.randrange(10_000) for _ in range(-(-length // block_size))]
     return state

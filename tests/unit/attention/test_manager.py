@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from testkit.models.engines import ask
 from testkit.models.pieces import pieces
 from testkit.queue.scores import packed, prompt_scores
 
@@ -16,37 +18,13 @@ from services.attention.batching.blocks import BlockPool
 from services.attention.batching.manager import BatchManager
 from services.attention.sequences.plan import BatchLimits, Outcome, Piece, StepPlan
 from services.errors import InternalError
-from services.messages import GenerateRequest, SamplingParams, TokenEvent, TokenLogprob
+from services.messages import GenerateRequest, TokenEvent, TokenLogprob
 
 VOCAB, EOS = 11, 0
-FAR = 10**12
 
 
-def request(
-    name: str,
-    tokens: list[int],
-    *,
-    max_tokens: int = 4,
-    attempt: int = 1,
-    prompt_len: int | None = None,
-    priority: int = 5,
-    deadline_ms: int = FAR,
-    wire: int = 1,
-    tenant: str = "t",
-    **sampling: object,
-) -> GenerateRequest:
-    return GenerateRequest(
-        id=name,
-        attempt=attempt,
-        token_ids=tokens,
-        prompt_len=len(tokens) if prompt_len is None else prompt_len,
-        sampling=SamplingParams(max_tokens=max_tokens, **sampling),  # type: ignore[arg-type]
-        deadline_ms=deadline_ms,
-        priority=priority,
-        tenant=tenant,
-        reply_to="g",
-        wire=wire,
-    )
+def endless(name: str, prompt: list[int], max_tokens: int, **options: Any) -> GenerateRequest:
+    return ask(name, prompt, max_tokens, ignore_eos=True, **options)
 
 
 def next_token(tokens: list[int]) -> int:
@@ -116,6 +94,10 @@ class Harness:
             return Outcome(scores=found)
         return Outcome(token_id=next_token(piece.state.token_ids), scores=found)
 
+    def add(self, *requests: GenerateRequest) -> None:
+        for request in requests:
+            self.batch.add(request)
+
     def _slot(self, piece: Piece, position: int) -> int:
         return piece.state.blocks[position // self.block_size] * self.block_size + position % self.block_size
 
@@ -136,8 +118,9 @@ class Harness:
     def tokens(self, name: str) -> list[int]:
         return [e.token_id for e in self.events if e.request_id == name and e.token_id is not None]
 
-    def ends(self, name: str) -> list[TokenEvent]:
-        return [event for event in self.events if event.request_id == name and event.finish]
+    def end(self, name: str) -> TokenEvent:
+        (end,) = (event for event in self.events if event.request_id == name and event.finish)
+        return end
 
 
 prompts = st.lists(st.integers(1, 3), min_size=1, max_size=9)
@@ -166,15 +149,8 @@ def test_every_request_ends_once_with_the_tokens_it_gets_alone(
 ) -> None:
     run = Harness(blocks=blocks, budget=budget, seqs=seqs, cache=cache)
     requests = [
-        request(
-            f"r{i}",
-            tokens,
-            max_tokens=max_tokens,
-            priority=priority,
-            wire=wire,
-            prompt_logprobs=0 if i == scored else None,
-        )
-        for i, (tokens, max_tokens, priority) in enumerate(asked)
+        ask(f"r{i}", tokens, length, priority=priority, wire=wire, prompt_logprobs=0 if i == scored else None)
+        for i, (tokens, length, priority) in enumerate(asked)
     ]
     for item, wait in zip(requests, arrivals, strict=False):
         run.batch.add(item)
@@ -182,7 +158,7 @@ def test_every_request_ends_once_with_the_tokens_it_gets_alone(
             run.step()
     run.run()
     for item in requests:
-        (end,) = run.ends(item.id)
+        end = run.end(item.id)
         if item.max_len > blocks * run.block_size:
             assert end.error is not None
             assert end.error.code == "context_length_exceeded"
@@ -194,6 +170,7 @@ def test_every_request_ends_once_with_the_tokens_it_gets_alone(
         if item.sampling.prompt_logprobs is not None:
             wanted = [None, *(TokenLogprob(-float(p)) for p in range(1, item.prompt_len))]
             assert prompt_scores(e for e in run.events if e.request_id == item.id) == wanted
+    assert all((event.scores if wire == 1 else event.prompt_logprobs) is None for event in run.events)
     assert run.pool.used == 0
     assert run.batch.held() == {}
     assert (run.batch.running, run.batch.waiting) == (0, 0)
@@ -222,7 +199,7 @@ def test_any_mix_of_adds_cancels_and_failures_ends_every_accepted_attempt_once(
         name = f"r{number}"
         before = run.batch.held().get(name)
         if action == "add":
-            run.batch.add(request(name, tokens, attempt=attempt, max_tokens=3))
+            run.add(ask(name, tokens, 3, attempt=attempt))
             if before is None or before < attempt:
                 accepted.append((name, attempt))
                 superseded += [] if before is None else [(name, before)]
@@ -244,64 +221,49 @@ def test_any_mix_of_adds_cancels_and_failures_ends_every_accepted_attempt_once(
     assert Counter(accepted) - finals == Counter(superseded), "only a replaced attempt ends without an event"
 
 
-def test_preemption_takes_the_last_admitted_and_resumes_at_the_same_position() -> None:
-    run = Harness(blocks=6, block_size=2, budget=8, cache=False)
-    asked = [
-        request("a", [1, 2, 3], max_tokens=6, ignore_eos=True),
-        request("b", [2, 2, 1], max_tokens=6, ignore_eos=True),
-    ]
-    for item in asked:
-        run.batch.add(item)
+def ended(run: Harness, *script: GenerateRequest | int) -> list[str]:
+    """The order in which requests end; those of ``script`` come with so many steps in between."""
+    for part in script:
+        if isinstance(part, int):
+            for _ in range(part):
+                run.step()
+        else:
+            run.add(part)
     run.run()
+    return [event.request_id for event in run.events if event.finish]
+
+
+def test_preemption_takes_the_last_admitted_who_goes_on_before_what_waits() -> None:
+    run = Harness(blocks=6, seqs=2, cache=False)
+    assert ended(run, *(endless(name, [1, 2, 3], 6) for name in "abc")) == ["a", "b", "c"]
     assert run.batch.counters.preemptions > 0
-    assert [run.tokens(item.id) for item in asked] == [expected(item) for item in asked]
-    restarts = {p.state.request.id for plan in run.plans[1:] for p in pieces(plan) if p.start == 0}
-    assert restarts == {"b"}
+    computed = Counter(p.state.request.id for plan in run.plans for p in pieces(plan) if p.start == 0)
+    assert computed["b"] > computed["a"] == computed["c"] == 1
 
 
-def test_what_was_preempted_goes_on_before_what_waits() -> None:
-    run = Harness(blocks=6, budget=8, seqs=2, cache=False)
-    for name in "abc":
-        run.batch.add(request(name, [1, 2, 3], max_tokens=6, ignore_eos=True))
-    run.run()
-    assert run.batch.counters.preemptions > 0
-    assert [e.request_id for e in run.events if e.finish] == ["a", "b", "c"]
-
-
-def test_higher_priority_is_admitted_first_and_preempted_last() -> None:
-    run = Harness(seqs=1)
-    run.batch.add(request("low", [1, 2], priority=9))
-    run.batch.add(request("high", [1, 2], priority=0))
-    run.batch.add(request("mid", [1, 2], priority=5))
-    run.run()
-    assert [e.request_id for e in run.events if e.finish] == ["high", "mid", "low"]
+def test_higher_priority_is_admitted_first() -> None:
+    prompts = [ask(name, [1, 2], 4, priority=priority) for name, priority in (("low", 9), ("high", 0), ("mid", 5))]
+    assert ended(Harness(seqs=1), *prompts) == ["high", "mid", "low"]
 
 
 def test_blocks_are_taken_from_the_lowest_priority_first() -> None:
     run = Harness(blocks=6, cache=False)
-    run.batch.add(request("low", [1, 2, 3], max_tokens=6, ignore_eos=True, priority=9))
-    run.step()
-    run.batch.add(request("high", [1, 2, 3], max_tokens=6, ignore_eos=True, priority=0))
-    run.run()
+    script = (endless("low", [1, 2, 3], 6, priority=9), 1, endless("high", [1, 2, 3], 6, priority=0))
+    assert ended(run, *script) == ["high", "low"]
     assert run.batch.counters.preemptions > 0
-    assert [e.request_id for e in run.events if e.finish] == ["high", "low"]
 
 
 def test_an_admission_leaves_the_running_room_to_grow() -> None:
-    run = Harness(blocks=4, budget=8, cache=False)
-    run.batch.add(request("running", [1, 2], max_tokens=4, ignore_eos=True))
-    run.step()
-    run.batch.add(request("next", [1, 2, 3, 1], max_tokens=4, ignore_eos=True))
-    run.run()
+    run = Harness(blocks=4, cache=False)
+    assert ended(run, endless("running", [1, 2], 4), 1, endless("next", [1, 2, 3, 1], 4)) == ["running", "next"]
     assert run.batch.counters.preemptions == 0
-    assert [e.request_id for e in run.events if e.finish] == ["running", "next"]
 
 
 def test_a_scored_prompt_preempted_between_two_chunks_is_scored_once() -> None:
     run = Harness(blocks=7, budget=3)
-    run.batch.add(request("running", [1, 2], max_tokens=8, ignore_eos=True, priority=0))
+    run.add(endless("running", [1, 2], 8, priority=0))
     run.step()
-    run.batch.add(request("scored", [3, 2, 1, 3, 2, 1, 3, 2], max_tokens=1, prompt_logprobs=0))
+    run.add(ask("scored", [3, 2, 1, 3, 2, 1, 3, 2], 1, prompt_logprobs=0))
     while run.batch.counters.prefill_chunks < 2:
         run.step()
     assert run.batch._running[-1].request.id == "scored"
@@ -312,62 +274,52 @@ def test_a_scored_prompt_preempted_between_two_chunks_is_scored_once() -> None:
 
 
 def test_a_prompt_preempted_between_two_chunks_keeps_what_was_computed_and_no_more() -> None:
-    run = Harness(blocks=16, budget=4)
-    run.batch.add(request("r", [1, 2, 3, 1, 2, 3, 1, 2], max_tokens=2, ignore_eos=True))
+    run, asked = Harness(blocks=16, budget=4), endless("r", [1, 2, 3, 1, 2, 3, 1, 2], 2)
+    run.add(asked)
     run.step()
     run.batch._preempt(run.batch._running[0])
     assert (run.pool.used, run.pool.cached) == (0, 2)
     piece = pieces(run.step())[0]
     assert (piece.start, piece.length) == (4, 4)
     run.run()
-    assert run.tokens("r") == expected(request("r", [1, 2, 3, 1, 2, 3, 1, 2], max_tokens=2, ignore_eos=True))
+    assert run.tokens("r") == expected(asked)
     assert [e.cached_tokens for e in run.events] == [0, 0], "its own leftovers are no hit that a client should see"
 
 
 def test_generated_tokens_are_cached_for_the_next_turn() -> None:
     run = Harness(blocks=16)
-    first = request("first", [1, 2, 3], max_tokens=6, ignore_eos=True)
-    run.batch.add(first)
+    run.add(endless("first", [1, 2, 3], 6))
     run.run()
-    run.batch.add(request("second", [1, 2, 3, *run.tokens("first"), 1], max_tokens=2, ignore_eos=True))
+    run.add(endless("second", [1, 2, 3, *run.tokens("first"), 1], 2))
     run.run()
     assert [e.cached_tokens for e in run.events if e.request_id == "second"] == [8, 0]
 
 
 def test_the_attempt_that_is_held_already_is_not_started_again() -> None:
     run = Harness()
-    run.batch.add(request("r", [1, 2, 3], max_tokens=4, ignore_eos=True))
+    run.add(endless("r", [1, 2, 3], 4))
     run.step()
-    run.batch.add(request("r", [1, 2, 3], max_tokens=4, ignore_eos=True))
+    run.add(endless("r", [1, 2, 3], 4))
     run.run()
     assert [event.index for event in run.events] == [0, 1, 2, 3]
 
 
-def test_prompt_scores_come_with_the_first_token_only_where_the_gateway_knows_no_better() -> None:
-    run = Harness(blocks=16)
-    run.batch.add(request("r", [1, 2, 3], max_tokens=3, ignore_eos=True, prompt_logprobs=0))
-    run.run()
-    assert [event.prompt_logprobs is None for event in run.events] == [False, True, True]
-    assert all(event.scores is None for event in run.events)
-
-
 def test_scores_of_a_prompt_come_piece_by_piece_before_its_first_token() -> None:
     run = Harness(blocks=16, budget=3)
-    run.batch.add(request("r", [1, 2, 3, 1, 2, 3, 1], max_tokens=1, prompt_logprobs=0, wire=2))
+    run.add(ask("r", [1, 2, 3, 1, 2, 3, 1], 1, prompt_logprobs=0, wire=2))
     run.run()
     assert [(e.scores and (e.scores.start, len(e.scores)), e.finish) for e in run.events] == [
         ((1, 3), None),
         ((4, 3), None),
         (None, "length"),
     ]
-    assert prompt_scores(run.events) == [None, *(TokenLogprob(-float(p)) for p in range(1, 7))]
 
 
 @pytest.mark.parametrize("wire", [1, 2])
 @pytest.mark.parametrize("max_tokens", [0, 1])
 def test_a_prompt_of_one_token_has_no_score(wire: int, max_tokens: int) -> None:
     run = Harness(blocks=16)
-    run.batch.add(request("r", [1], max_tokens=max_tokens, prompt_logprobs=0, wire=wire))
+    run.add(ask("r", [1], max_tokens, prompt_logprobs=0, wire=wire))
     run.run()
     (event,) = run.events
     assert event.finish is not None
@@ -376,9 +328,9 @@ def test_a_prompt_of_one_token_has_no_score(wire: int, max_tokens: int) -> None:
 
 def test_decodes_come_first_and_a_long_prompt_is_cut_into_chunks() -> None:
     run = Harness(blocks=32, budget=4)
-    run.batch.add(request("decoding", [1, 2], max_tokens=8, ignore_eos=True))
+    run.add(endless("decoding", [1, 2], 8))
     run.step()
-    run.batch.add(request("long", [1] * 10, max_tokens=1))
+    run.add(ask("long", [1] * 10, 1))
     shapes = []
     while run.batch.has_work:
         shapes.append([(p.state.request.id, p.length) for p in pieces(run.step())])
@@ -386,136 +338,76 @@ def test_decodes_come_first_and_a_long_prompt_is_cut_into_chunks() -> None:
     assert run.batch.counters.prefill_chunks == 3
 
 
-def test_prefix_hits_leave_at_least_the_last_token_to_compute() -> None:
-    run = Harness(blocks=16)
-    for name in "ab":
-        run.batch.add(request(name, [1, 2, 3, 1], max_tokens=1))
-        run.run()
-    first, second = pieces(run.plans[0])[0], pieces(run.plans[1])[0]
-    assert (first.start, first.length) == (0, 4)
-    assert (second.start, second.length) == (2, 2)
-    assert [e.cached_tokens for e in run.events] == [0, 2]
-    assert (run.pool.query_tokens, run.pool.hit_tokens) == (8, 2)
-
-
 @pytest.mark.parametrize(("cache", "scored"), [(False, None), (True, 0)])
 def test_the_prefix_cache_is_bypassed_when_off_or_when_the_prompt_is_scored(cache: bool, scored: int | None) -> None:
     run = Harness(blocks=16, cache=cache)
     for name in "ab":
-        run.batch.add(request(name, [1, 2, 3, 1], max_tokens=1, prompt_logprobs=scored))
+        run.add(ask(name, [1, 2, 3, 1], 1, prompt_logprobs=scored))
         run.run()
     assert [pieces(plan)[0].length for plan in run.plans] == [4, 4]
     assert run.pool.query_tokens == 0
 
 
-def test_a_resumed_attempt_goes_on_at_the_next_index() -> None:
-    whole = request("r", [1, 2, 3], max_tokens=6, ignore_eos=True)
-    delivered = expected(whole)[:2]
-    run = Harness()
-    run.batch.add(request("r", [1, 2, 3, *delivered], prompt_len=3, max_tokens=6, attempt=2, ignore_eos=True))
-    run.run()
-    assert [event.index for event in run.events] == [2, 3, 4, 5]
-    assert delivered + run.tokens("r") == expected(whole)
-
-
 def test_a_resumed_attempt_with_nothing_left_ends_at_once() -> None:
     run = Harness()
-    run.batch.add(request("r", [1, 2, 3, 4], prompt_len=2, max_tokens=2, attempt=2))
+    run.add(ask("r", [1, 2], 2, attempt=2, delivered=(3, 4)))
     run.run()
     (event,) = run.events
     assert (event.index, event.token_id, event.finish) == (2, None, "length")
 
 
-def test_max_tokens_zero_scores_the_prompt_and_draws_nothing() -> None:
-    run = Harness(budget=2)
-    run.batch.add(request("r", [1, 2, 3], max_tokens=0, prompt_logprobs=1))
-    run.run()
-    (event,) = run.events
-    assert event.finish == "length"
-    assert event.token_id is None
-    assert event.prompt_logprobs == [None, TokenLogprob(-1.0), TokenLogprob(-2.0)]
-
-
 def test_what_waits_for_a_place_is_held_but_in_no_step() -> None:
     run = Harness(seqs=1)
-    for name in ("first", "second"):
-        run.batch.add(request(name, [1, 2, 3], max_tokens=9, ignore_eos=True))
+    run.add(*(endless(name, [1, 2, 3], 9) for name in ("first", "second")))
     run.step()
     assert (run.batch.held(), run.batch.in_step()) == ({"first": 1, "second": 1}, {"first": 1})
 
 
-def order_of_starts(run: Harness) -> list[str]:
-    run.run()
-    return [event.request_id for event in run.events if event.finish]
+def of_tenant(tenant: str, count: int, prompt: list[int], max_tokens: int = 1) -> list[GenerateRequest]:
+    return [endless(f"{tenant}{number}", prompt, max_tokens, tenant=tenant) for number in range(count)]
 
 
-def test_a_prompt_of_another_tenant_waits_for_one_of_many_long_ones() -> None:
-    run = Harness(seqs=1)
-    for number in range(4):
-        run.batch.add(request(f"a{number}", [1, 2, 3, 4, 5, 6], max_tokens=1, tenant="a"))
-    run.step()
-    for number in range(3):
-        run.batch.add(request(f"b{number}", [7, 8, 9], max_tokens=1, tenant="b"))
-    assert order_of_starts(run) == ["a0", "b0", "b1", "a1", "b2", "a2", "a3"]
+TURNS: dict[str, tuple[list[GenerateRequest | int], str]] = {
+    "another tenant waits for one of many long prompts": (
+        [*of_tenant("a", 4, [1, 2, 3, 4, 5, 6]), 1, *of_tenant("b", 3, [7, 8, 9])],
+        "a0 b0 b1 a1 b2 a2 a3",
+    ),
+    "long answers are charged, or one with long prompts would always be passed": (
+        [*of_tenant("a", 3, [1, 2, 3, 4, 5, 6, 7, 8]), *of_tenant("b", 3, [9], 12)],
+        "a0 b0 a1 b1 a2 b2",
+    ),
+    "one who comes back has saved no turns up": (
+        [*of_tenant("a", 6, [1, 2, 3, 4]), 4, *of_tenant("b", 3, [5, 6, 7, 8])],
+        "a0 a1 a2 a3 b0 a4 b1 a5 b2",
+    ),
+}
 
 
-def test_long_answers_to_short_prompts_are_charged() -> None:
-    """Else a tenant who has them would always pass one with long prompts."""
-    run = Harness(seqs=1)
-    for number in range(3):
-        run.batch.add(request(f"a{number}", [1, 2, 3, 4, 5, 6, 7, 8], max_tokens=1, tenant="a"))
-    for number in range(3):
-        run.batch.add(request(f"b{number}", [9], max_tokens=12, ignore_eos=True, tenant="b"))
-    assert order_of_starts(run) == ["a0", "b0", "a1", "b1", "a2", "b2"]
-
-
-def test_a_tenant_who_comes_back_has_saved_no_turns_up() -> None:
-    run = Harness(seqs=1)
-    for number in range(6):
-        run.batch.add(request(f"a{number}", [1, 2, 3, 4], max_tokens=1, tenant="a"))
-    for _ in range(4):
-        run.step()
-    for number in range(3):
-        run.batch.add(request(f"b{number}", [5, 6, 7, 8], max_tokens=1, tenant="b"))
-    assert order_of_starts(run) == ["a0", "a1", "a2", "a3", "b0", "a4", "b1", "a5", "b2"]
+@pytest.mark.parametrize(("script", "order"), TURNS.values(), ids=TURNS)
+def test_tenants_take_turns(script: list[GenerateRequest | int], order: str) -> None:
+    assert ended(Harness(seqs=1), *script) == order.split()
 
 
 def test_what_a_tenant_took_back_while_it_waited_is_not_charged() -> None:
     run = Harness(seqs=1)
-    run.batch.add(request("first", [1, 2], max_tokens=1, tenant="a"))
-    for number in range(3):
-        run.batch.add(request(f"gone{number}", [1, 2, 3, 4], max_tokens=1, tenant="b"))
-        run.batch.cancel(f"gone{number}", 1)
-    run.batch.add(request("a", [1, 2], max_tokens=1, tenant="a"))
-    run.batch.add(request("b", [3, 4], max_tokens=1, tenant="b"))
-    assert order_of_starts(run)[-3:] == ["first", "b", "a"]
+    run.add(ask("first", [1, 2], 1, tenant="a"))
+    for gone in of_tenant("b", 3, [1, 2, 3, 4]):
+        run.add(gone)
+        run.batch.cancel(gone.id, 1)
+    assert ended(run, ask("a", [1, 2], 1, tenant="a"), ask("b", [3, 4], 1, tenant="b"))[-3:] == ["first", "b", "a"]
 
 
 def test_counters_of_tenants_who_left_are_forgotten() -> None:
     run = Harness(seqs=1)
     for number in range(3000):
-        run.batch.add(request("r", [1, 2], max_tokens=1, tenant=f"t{number}"))
+        run.add(ask("r", [1, 2], 1, tenant=f"t{number}"))
         run.run()
     assert len(run.batch._waiting._given) <= 1025
 
 
-def test_a_cancelled_request_frees_its_blocks_before_the_next_step() -> None:
-    run = Harness()
-    run.batch.add(request("r", [1, 2, 3], max_tokens=9, ignore_eos=True))
-    run.step()
-    assert run.pool.used > 0
-    run.batch.cancel("r", 0)
-    assert run.batch.held() == {"r": 1}, "a cancel of an earlier attempt must not touch this one"
-    run.batch.cancel("r", 1)
-    assert run.pool.used == 0
-    assert run.batch.held() == {}
-    run.run()
-    assert [(e.index, e.finish) for e in run.events] == [(0, None), (1, "cancelled")]
-
-
 def test_half_of_a_scored_prompt_is_not_sent() -> None:
     run = Harness(budget=3)
-    run.batch.add(request("r", [1, 2, 3, 1, 2], prompt_logprobs=0))
+    run.add(ask("r", [1, 2, 3, 1, 2], 4, prompt_logprobs=0))
     run.step()
     run.batch.cancel("r", 1)
     run.run()
@@ -524,43 +416,43 @@ def test_half_of_a_scored_prompt_is_not_sent() -> None:
 
 def test_deadlines_end_running_and_waiting_requests() -> None:
     run = Harness(blocks=16, seqs=1)
-    run.batch.add(request("running", [1], max_tokens=20, deadline_ms=50, ignore_eos=True, priority=0))
-    run.batch.add(request("waiting", [1], max_tokens=20, deadline_ms=50, ignore_eos=True))
-    run.batch.add(request("later", [1], max_tokens=2, deadline_ms=90, ignore_eos=True))
+    run.add(
+        endless("running", [1], 20, deadline_ms=50, priority=0),
+        endless("waiting", [1], 20, deadline_ms=50),
+        endless("later", [1], 2, deadline_ms=90),
+    )
     run.step()
     run.now = 50
     run.run()
-    assert [run.ends(name)[0].error.code for name in ("running", "waiting")] == ["deadline_exceeded"] * 2  # type: ignore[union-attr]
+    assert [run.end(name).error.code for name in ("running", "waiting")] == ["deadline_exceeded"] * 2  # type: ignore[union-attr]
     assert len(run.tokens("running")) == 1
-    assert run.ends("later")[0].finish == "length"
+    assert run.end("later").finish == "length"
 
 
 @pytest.mark.parametrize(
     ("asked", "code"),
     [
-        (request("r", [], max_tokens=1), "invalid_request"),
-        (request("r", [VOCAB], max_tokens=1), "invalid_request"),
-        (request("r", [-1], max_tokens=1), "invalid_request"),
-        (request("r", [1], max_tokens=1, logit_bias={VOCAB: 1.0}), "invalid_request"),
-        (request("r", [1] * 4, max_tokens=7), "context_length_exceeded"),
-        (request("r", [1] * 4, max_tokens=5), "context_length_exceeded"),
+        (ask("r", [], 1), "invalid_request"),
+        (ask("r", [VOCAB], 1), "invalid_request"),
+        (ask("r", [-1], 1), "invalid_request"),
+        (ask("r", [1], 1, logit_bias={VOCAB: 1.0}), "invalid_request"),
+        (ask("r", [1] * 4, 7), "context_length_exceeded"),
+        (ask("r", [1] * 4, 5), "context_length_exceeded"),
     ],
 )
 def test_what_can_never_run_is_refused_and_the_others_are_untouched(asked: GenerateRequest, code: str) -> None:
     run = Harness(blocks=4, max_model_len=10)
-    run.batch.add(request("other", [1], max_tokens=2, ignore_eos=True))
-    run.batch.add(asked)
+    run.add(endless("other", [1], 2), asked)
     run.run()
-    (end,) = run.ends("r")
-    assert end.error is not None
-    assert end.error.code == code
+    error = run.end("r").error
+    assert error is not None
+    assert error.code == code
     assert len(run.tokens("other")) == 2
 
 
 def test_a_failed_piece_ends_alone_and_its_blocks_are_forgotten() -> None:
-    run = Harness(blocks=16)
-    for name in ("good", "bad"):
-        run.batch.add(request(name, [1, 2, 3, 1 if name == "bad" else 2], max_tokens=3, ignore_eos=True))
+    run, good = Harness(blocks=16), endless("good", [1, 2, 3, 2], 3)
+    run.add(good, endless("bad", [1, 2, 3, 1], 3))
     blocks: list[int] = []
 
     def outcome(piece: Piece) -> Outcome:
@@ -572,20 +464,19 @@ def test_a_failed_piece_ends_alone_and_its_blocks_are_forgotten() -> None:
     run.step(outcome)
     assert sorted(run.zeroed) == sorted(blocks)
     run.run()
-    assert run.ends("bad")[0].error is not None
-    assert run.tokens("good") == expected(request("good", [1, 2, 3, 2], max_tokens=3, ignore_eos=True))
+    assert run.end("bad").error is not None
+    assert run.tokens("good") == expected(good)
 
 
 def test_a_request_that_comes_while_others_only_decode_starts_with_the_next_step() -> None:
     run = Harness(blocks=20, block_size=4, seqs=3)
-    for name in ("a", "b"):
-        run.batch.add(request(name, [1, 2], max_tokens=12, ignore_eos=True))
+    run.add(*(asked := [endless(name, [1, 2], 12) for name in "ab"]))
     for _ in range(3):
         run.step()
-    run.batch.add(request("c", [3, 4], max_tokens=2, ignore_eos=True))
-    assert [piece.state.request.id for piece in pieces(run.step())] == ["a", "b", "c"]
-    assert [piece.state.request.id for piece in pieces(run.step())] == ["a", "b", "c"]
+    run.add(endless("c", [3, 4], 2))
+    for _ in range(2):
+        assert [piece.state.request.id for piece in pieces(run.step())] == ["a", "b", "c"]
     run.batch.cancel("a", 1)
     assert [piece.state.request.id for piece in pieces(run.step())] == ["b"]
     run.run()
-    assert run.tokens("b") == expected(request("b", [1, 2], max_tokens=12, ignore_eos=True))
+    assert run.tokens("b") == expected(asked[1])

@@ -50,11 +50,11 @@ def test_the_documented_example() -> None:
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)  # the last bits of a logarithm are the CPU's
-@given(seed=st.integers(-(2**63), 2**64), choice=st.integers(0, 128), position=st.integers(0, 2**20))
-def test_noise_is_what_its_definition_says(seed: int, choice: int, position: int) -> None:
+@given(seed=SEEDS, choice=st.integers(0, 128), position=st.integers(0, 2**20), vocab_size=st.integers(1, 200))
+def test_noise_is_what_its_definition_says(seed: int, choice: int, position: int, vocab_size: int) -> None:
     key = draw_key(seed, choice, position)
-    noise = GumbelNoise(97, CPU).rows([key])[0]
-    wanted = [defined_noise(key, token) for token in range(97)]
+    noise = GumbelNoise(vocab_size, CPU).rows([key])[0]
+    wanted = [defined_noise(key, token) for token in range(vocab_size)]
     torch.testing.assert_close(noise.double(), torch.tensor(wanted, dtype=torch.float64), rtol=2e-6, atol=2e-6)
 
 
@@ -65,11 +65,6 @@ def test_a_row_does_not_depend_on_its_neighbours(vocab_size: int) -> None:
     together = noise.rows(keys)
     for row, key in enumerate(keys):
         assert torch.equal(together[row], noise.rows([key])[0])
-
-
-def test_a_larger_vocabulary_extends_the_noise() -> None:
-    key = draw_key(1, 2, 3)
-    assert torch.equal(GumbelNoise(10, CPU).rows([key])[0], GumbelNoise(999, CPU).rows([key])[0, :10])
 
 
 @pytest.mark.parametrize("varied", ["position", "seed", "choice"])
@@ -110,12 +105,6 @@ def test_consecutive_draws_are_independent() -> None:
     drawn = GumbelNoise(8, CPU).rows([draw_key(9, 0, position) for position in range(32_000)]).argmax(-1)
     pairs = drawn[:-1] * 8 + drawn[1:]
     assert abs(chi_square_z(torch.bincount(pairs[::2], minlength=64), torch.full((64,), 1 / 64))) < Z_LIMIT
-
-
-def test_the_moments_are_gumbels() -> None:
-    noise = GumbelNoise(4096, CPU).rows([draw_key(1, 0, position) for position in range(256)]).double()
-    assert float(noise.mean()) == pytest.approx(0.5772157, abs=4 * 1.2825 / 1024)
-    assert float(noise.var()) == pytest.approx(math.pi**2 / 6, abs=0.02)
 
 
 @settings(deadline=None)

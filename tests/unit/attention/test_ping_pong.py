@@ -10,52 +10,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-import torch
 from testkit.fabric.recording_link import RecordingLink
 from testkit.fabric.tcp import hello, linked, seat_of, serve, table_of
+from testkit.models.engines import MakeEngine, ask, run, tokens
 from torch import Tensor
 
-from services.attention.step.engine import Engine
 from services.attention.step.overlap import OverlapPolicy
 from services.errors import ExpertUnavailable
-from services.fabric.local import LocalHandle
-from services.messages import GenerateRequest, SamplingParams
 from services.model.experts import ExpertShard
-from services.model.load_spec import load_spec
-from services.model.progress import NoProgress
-from services.model.weights import load_experts
 from services.routing import even_groups
 
-MakeEngine = Callable[..., Engine[LocalHandle]]
 LAYERS = 3
 DEADLINE_S = 20.0
 
 
 def on() -> OverlapPolicy:
     return OverlapPolicy("on", tokens_per_row=32.0)
-
-
-def ask(name: str, prompt: list[int], max_tokens: int = 8) -> GenerateRequest:
-    return GenerateRequest(
-        id=name,
-        attempt=1,
-        token_ids=prompt,
-        prompt_len=len(prompt),
-        sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0),
-        deadline_ms=10**12,
-        priority=5,
-        tenant="t",
-        reply_to="g",
-    )
-
-
-def run(engine: Engine[Any]) -> dict[str, list[int | None]]:
-    tokens: dict[str, list[int | None]] = {}
-    while engine.has_work:
-        for event in engine.step():
-            assert event.error is None
-            tokens.setdefault(event.request_id, []).append(event.token_id)
-    return tokens
 
 
 @pytest.fixture(scope="module")
@@ -73,9 +43,8 @@ def test_greedy_equals_the_oracle_in_ping_pong(
     """Also when blocks run out, prompts are cut, and prefixes are found again."""
     link = RecordingLink(tiny.link())
     engine = make_engine(link=link, overlap=on(), kv_blocks=24, max_num_seqs=6, max_num_batched_tokens=16)
-    for name, (prompt, _) in wanted.items():
-        engine.add(ask(name, prompt, 12))
-    assert run(engine) == {name: answer for name, (_, answer) in wanted.items()}
+    events = run(engine, *(ask(name, prompt, 12) for name, (prompt, _) in wanted.items()))
+    assert {name: tokens(of_one) for name, of_one in events.items()} == {n: answer for n, (_, answer) in wanted.items()}
     stats = engine.stats()
     assert stats.preemptions > 0
     assert stats.prefix_hit_tokens > 0
@@ -107,8 +76,7 @@ def test_every_handle_is_combined_though_one_fails(make_engine: MakeEngine, tiny
     assert [event.error.code for event in events if event.error] == ["expert_unavailable"] * 2
     assert link.in_flight == 0
     assert sum(what == "dispatch" for what, *_ in link.calls) == sum(what == "combine" for what, *_ in link.calls)
-    engine.add(ask("c", [1, 2, 3], max_tokens=2))
-    assert len(run(engine)["c"]) == 2
+    assert len(tokens(run(engine, ask("c", [1, 2, 3], max_tokens=2))["c"])) == 2
 
 
 @dataclass
@@ -137,10 +105,8 @@ class WaitingExperts:
 
 def test_over_tcp_both_halves_are_with_the_experts_at_once(make_engine: MakeEngine, tiny: Any) -> None:
     """Proven by order: no half is answered before the other's attention was computed and its rows sent."""
-    spec = load_spec(tiny.folder)
-    cpu = torch.device("cpu")
-    weights = load_experts(tiny.folder, spec, dtype=torch.float32, device=cpu, progress=NoProgress())
-    experts = WaitingExperts(ExpertShard(weights, num_experts=spec.num_experts), top_k=spec.top_k, rows=5)
+    spec = tiny.parts.model.spec
+    experts = WaitingExperts(tiny.parts.shard, top_k=spec.top_k, rows=5)
     groups = even_groups(list(spec.moe_layers), spec.num_experts, 1)
     server = serve(
         experts.compute,
@@ -156,13 +122,11 @@ def test_over_tcp_both_halves_are_with_the_experts_at_once(make_engine: MakeEngi
         with linked(table, hidden=spec.hidden_size, call_s=2 * DEADLINE_S) as link:
             engine = make_engine(link=link, overlap=on())
             prompts = {"a": [1, 2, 3], "b": [4, 5]}
-            for name, prompt in prompts.items():
-                engine.add(ask(name, prompt, max_tokens=1))
-            answers = run(engine)
+            events = run(engine, *(ask(name, prompt, max_tokens=1) for name, prompt in prompts.items()))
             in_time = not experts.late.is_set()
     finally:
         experts.late.set()
         server.close()
-    assert answers == {name: tiny.greedy(prompt, 1) for name, prompt in prompts.items()}
+    assert all(tokens(events[name]) == tiny.greedy(prompt, 1) for name, prompt in prompts.items())
     assert experts.largest == 3, "the step was split"
     assert in_time, "the other half's rows did not come before this one's answer"
