@@ -12,8 +12,7 @@ import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from testkit.fabric.barrier import Outcome, Source, measure, stage
-
+from perf.kit.barrier import Outcome, Source, measure, stage
 from pocket_moe.card.plots import Picture, Scale
 
 WORKERS = 3

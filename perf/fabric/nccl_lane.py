@@ -16,12 +16,12 @@ import time
 from pathlib import Path
 
 import torch
-from testkit.fabric import nccl_bench as kit
-from testkit.fabric.nccl_bench import EXPERTS, HIDDEN, IDENTITY, RANDOM, SCALED, SCALES, WIDE
-from testkit.fabric.nccl_load import Load
-from testkit.fabric.nccl_processes import Process, Report, quantiles
 from torch import Tensor
 
+from perf.kit import nccl_bench as kit
+from perf.kit.nccl_bench import EXPERTS, HIDDEN, IDENTITY, RANDOM, SCALED, SCALES, WIDE
+from perf.kit.nccl_load import Load
+from perf.kit.nccl_processes import Process, Report, quantiles
 from services.fabric.local import LocalLink
 from services.fabric.nccl.lanes import Lanes
 from services.fabric.nccl.weights import checksum, fetch

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from testkit.fabric.expert_processes import Holding, OfModel, expert_processes
 from testkit.fabric.tcp import linked, table_of
 
+from perf.kit.expert_processes import Holding, OfModel, expert_processes
 from services.attention.step.engine import Engine, EngineOptions
 from services.attention.step.overlap import Mode, OverlapPolicy
 from services.fabric.tcp.link import TcpLink

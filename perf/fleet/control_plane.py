@@ -32,12 +32,12 @@ from typing import Any
 
 import psutil
 import redis
-from testkit.fleet.experts import FleetShape
-from testkit.fleet.processes import Remote, Scheduler, front, members
-from testkit.fleet.series import Series, series_of
 from testkit.processes.servers import free_port
 from testkit.queue.redis_server import running_redis
 
+from perf.fleet.experts import FleetShape
+from perf.fleet.processes import Remote, Scheduler, front, members
+from perf.fleet.series import Series, series_of
 from services.queue.embedded import find_redis_server
 from services.routing import decode_table, encode_table
 

@@ -28,8 +28,8 @@ import statistics
 from pathlib import Path
 
 import torch
-from testkit.models.control import PARTS, ControlBench, SimulatedDevice
 
+from perf.kit.control import PARTS, ControlBench, SimulatedDevice
 from services.model.load_spec import load_spec
 
 MODEL = Path(__file__).resolve().parents[2] / "examples/pocket-moe/model"

@@ -29,7 +29,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from testkit.gpu.stand_ins import fill_in
+from perf.kit.stand_ins import fill_in
 
 MISSING = fill_in()
 

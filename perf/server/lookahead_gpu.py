@@ -32,7 +32,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from testkit.gpu.stand_ins import fill_in
+from perf.kit.stand_ins import fill_in
 
 fill_in()  # before the project's imports
 

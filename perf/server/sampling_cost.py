@@ -28,7 +28,7 @@ from dataclasses import replace as changed
 from types import SimpleNamespace
 from typing import Any
 
-from testkit.gpu.stand_ins import fill_in
+from perf.kit.stand_ins import fill_in
 
 fill_in()  # before the project's imports
 
@@ -36,9 +36,9 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from msgspec.structs import replace  # noqa: E402
 from testkit.gpu.decode_bench import request  # noqa: E402
-from testkit.models.edits_before import EditsBefore  # noqa: E402
 from torch import Tensor  # noqa: E402
 
+from perf.kit.edits_before import EditsBefore  # noqa: E402
 from perf.server.lookahead_gpu import random_parts, shapes  # noqa: E402
 from services.attention.kv_cache import KVCache  # noqa: E402
 from services.attention.sampling import filters  # noqa: E402

@@ -21,7 +21,8 @@ PRODUCT = ("services/", "kernels/moe_kernels/")
 """Paths that its strings name are pages of the documentation, for readers."""
 
 ROOT_CONFTEST = "tests/conftest.py"
-"""What it does for every test is not followed from here: tests/lanes.toml names the file for all tests."""
+NOT_FOLLOWED = frozenset({".", ROOT_CONFTEST, "tests/testkit/follows.py", "tests/testkit/lanes.py"})
+"""The root's ``conftest.py`` is followed by all tests (tests/lanes.toml). What chooses tests changes none of them."""
 
 _DOTTED = re.compile(r"[A-Za-z_]\w*(?:\.\w+)+")
 _PATH = re.compile(r"[\w.-]+(?:/[\w.-]+)+/?")
@@ -85,8 +86,9 @@ class Sources:
         named = {found for word in words for found in self._modules(word)}
         if not name.startswith(PRODUCT):
             named |= {word.rstrip("/") for word in words if "/" in word} & (self._names | self._folders)
+            named |= {str(Path(name).with_name(word)) for word in words if word and "/" not in word} & self._names
         folder = str(Path(name).parent)
-        return frozenset({*named, *(self._beside.get(folder, ()) if folder != "." else ())}) - {ROOT_CONFTEST, "."}
+        return frozenset({*named, *(self._beside.get(folder, ()) if folder != "." else ())}) - NOT_FOLLOWED
 
     def _modules(self, word: str) -> Iterator[str]:
         """The modules and packages along a dotted name, whose last parts may be no module."""

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from testkit.gpu.stand_ins import fill_in
+from perf.kit.stand_ins import fill_in
 
 fill_in()
 

@@ -27,6 +27,7 @@ FILES = {
     "tests/kit/__init__.py": "",
     "tests/unit/kernels/conftest.py": "import kit.poison\ndef pytest_runtest_call(item): ...",
     "tests/kit/poison.py": "",
+    "tests/unit/peer.py": "",
 }  # fmt: skip
 CONFTESTS = {"tests/conftest.py", "tests/unit/conftest.py"}
 QUEUE = {"services/__init__.py", "services/queue/__init__.py", "services/queue/role.py", "services/errors.py"}
@@ -61,6 +62,7 @@ def followed(tmp_path: Path, test: str, at: str = "tests/unit/test_x.py") -> set
         ('CHART = ROOT / "helm/chart/values.yaml"', {"helm/chart/values.yaml"}),
         ('ALL = (ROOT / "services").rglob("*.py")', {"services"}),
         ('name = "services"', set()),
+        ('run(Path(__file__).with_name("peer.py"))', {"tests/unit/peer.py"}),
         ("def test(redis): ...", {"tests/kit/__init__.py", "tests/kit/redis.py", *QUEUE} | {
             "services/cli/__init__.py", "services/cli/main.py", "services/queue/lua/claim.lua",
         }),

@@ -7,8 +7,8 @@ import time
 
 import torch
 
+from perf.kit.nccl_bench import SCALED, SCALES, rows_of
 from services.fabric.tcp.link import TcpLink
-from testkit.fabric.nccl_bench import SCALED, SCALES, rows_of
 
 
 class Load(threading.Thread):

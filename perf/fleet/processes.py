@@ -12,11 +12,11 @@ from typing import Any
 import httpx
 import psutil
 import uvloop
-
-from services.runtime import die_with_parent
-from testkit.fleet.experts import FleetShape, obey
-from testkit.fleet.front import stand
 from testkit.processes.servers import free_port, metric_sum
+
+from perf.fleet.experts import FleetShape, obey
+from perf.fleet.front import stand
+from services.runtime import die_with_parent
 
 
 def members(shape: FleetShape, name: str, pipe: Any) -> None:

@@ -8,6 +8,7 @@ import time
 from multiprocessing.connection import Connection
 from typing import Any
 
+from perf.fleet.experts import FleetShape
 from services.attention.routing_table import TableFollower
 from services.messages import Assign, GenerateRequest, SamplingParams, TokenEvent, WorkerInfo
 from services.queue.connect import connect
@@ -16,7 +17,6 @@ from services.queue.keys import Keys
 from services.queue.tables import TableReader
 from services.queue.worker_side import FIRST_ID, WorkerQueue
 from services.routing import RoutingTable
-from testkit.fleet.experts import FleetShape
 
 
 class NoLink:

@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from testkit.fabric.gloo_groups import GlooGroups
 from torch import Tensor
 
+from perf.kit.nccl_processes import Process, say
 from services.fabric.nccl.lanes import Lanes, LaneServer
 from services.fabric.nccl.process_groups import Groups, NcclGroups
 from services.fabric.nccl.weights import WeightsGiver
@@ -24,8 +26,6 @@ from services.fabric.tcp.peer import Timing
 from services.fabric.tcp.server import ExpertServer
 from services.model.experts import ExpertShard, ExpertWeights
 from services.routing import RoutingTable, Seat, ShardGroup, even_groups
-from testkit.fabric.gloo_groups import GlooGroups
-from testkit.fabric.nccl_processes import Process, say
 
 SECRET = b"the secret of one measurement"
 TIMING = Timing(handshake_s=20.0, alive_s=0.5, silence_s=5.0)

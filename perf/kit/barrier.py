@@ -14,11 +14,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+from testkit.fabric.tcp import linked, table_of
 
+from perf.kit.expert_processes import Asleep, ExpertProcess, Holding, Work, expert_processes
 from services.fabric.tcp.link import TcpLink
 from services.routing import even_groups
-from testkit.fabric.expert_processes import Asleep, ExpertProcess, Holding, Work, expert_processes
-from testkit.fabric.tcp import linked, table_of
 
 HIDDEN, EXPERTS, SLOTS = 64, 16, 2
 

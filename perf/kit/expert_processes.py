@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
+from testkit.fabric.slow import Compute, slow
+from testkit.fabric.tcp import hello, serve
 
 from services.model.experts import ExpertShard
 from services.model.load_spec import load_spec
 from services.model.progress import NoProgress
 from services.model.weights import load_experts
 from services.routing import Seat
-from testkit.fabric.slow import Compute, slow
-from testkit.fabric.tcp import hello, serve
 
 START_S = 60.0
 

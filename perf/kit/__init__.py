@@ -1,0 +1,1 @@
+"""What several benchmarks share: processes, loads and stand-ins."""
