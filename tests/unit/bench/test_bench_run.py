@@ -104,7 +104,7 @@ def test_a_provider_that_fails_is_a_row_and_not_the_end() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "break_it", "error"),
+    ("rows", "harm", "error"),
     [
         pytest.param(20, lambda y, _: y.index_fill(0, torch.tensor([1]), torch.nan), "wrong: deviates", id="nan"),
         pytest.param(20, lambda y, _: y.index_fill(0, torch.tensor([1]), torch.inf), "wrong: deviates", id="inf"),
@@ -112,15 +112,13 @@ def test_a_provider_that_fails_is_a_row_and_not_the_end() -> None:
         pytest.param(4, lambda y, nth: y if nth == 1 else 0 * y, "wrong: deviates by 1 ", id="right the first time"),
     ],
 )
-def test_a_wrong_or_unwritten_output_has_no_time(
-    rows: int, break_it: Callable[[object, int], object], error: str
-) -> None:
+def test_a_wrong_or_unwritten_output_has_no_time(rows: int, harm: Callable[[object, int], object], error: str) -> None:
     # Of 20 rows row 1 is none of those that are recomputed, row 3 is.
     assert checked_rows(20) == [0, 3, 7, 11, 15, 19]
 
     def broken(case: Case) -> Call:
         call, calls = PROVIDERS["ours"](case), itertools.count(1)
-        return lambda number: break_it(call(number), next(calls))
+        return lambda number: harm(call(number), next(calls))
 
     (found,) = measure_case(case_of(rows), {"peer": broken}, CPU)
     assert found.timing is None
