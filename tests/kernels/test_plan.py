@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moe_kernels import ArgumentError
+from moe_kernels import ArgumentError, backend
 from moe_kernels.plan.op import plan
 from moe_kernels.plan.types import Plan
 
@@ -189,6 +189,23 @@ def test_no_rows(flags: dict[str, Any]) -> None:
     assert made.ends_E.tolist() == [0, 0, 0]
     assert (made.tile_count_1.tolist(), made.dropped_1.tolist()) == ([0], [0])
     assert made.order_S.shape == made.place_S.shape == made.tile_row_M.shape == (0,)
+
+
+def test_forced_kernels_are_what_plan_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    from moe_kernels.plan import launch as plan_launch
+
+    launches: list[int] = []
+    launch = plan_launch.launch
+    monkeypatch.setattr(plan_launch, "launch", lambda *given: (launches.append(1), launch(*given))[1])
+    ids_TK = torch.tensor([[1, 0], [1, 2], [0, 2]])
+    for flags in ({}, {"capacity": 1}, {"capacity": 1, "first_come": "slot"}, {"block_rows": 1}):
+        with backend.forced("torch"):
+            wanted = plan(ids_TK, 3, **flags)
+        with backend.forced("triton"):
+            made = plan(ids_TK, 3, **flags)
+        assert launches.pop() == 1
+        assert made.order_S.tolist() == wanted.order_S.tolist()
+        assert made.dropped_1.tolist() == wanted.dropped_1.tolist()
 
 
 IDS = torch.zeros(2, 3, dtype=torch.int64)

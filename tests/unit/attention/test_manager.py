@@ -171,6 +171,7 @@ def test_every_request_ends_once_with_the_tokens_it_gets_alone(
             wanted = [None, *(TokenLogprob(-float(p)) for p in range(1, item.prompt_len))]
             assert prompt_scores(e for e in run.events if e.request_id == item.id) == wanted
     assert all((event.scores if wire == 1 else event.prompt_logprobs) is None for event in run.events)
+    assert not any(event.index for event in run.events if event.prompt_logprobs is not None)
     assert run.pool.used == 0
     assert run.batch.held() == {}
     assert (run.batch.running, run.batch.waiting) == (0, 0)

@@ -23,10 +23,10 @@ from services.errors import (
     SecretMismatch,
 )
 from services.fabric.tcp import handshake as tcp_handshake
-from services.fabric.tcp.frames import FIXED, Kind, frame_parts, message_of, read_frame
+from services.fabric.tcp.frames import FIXED, MAGIC, Kind, frame_parts, message_of, read_frame
 from services.fabric.tcp.handshake import HANDSHAKE_LIMITS, Agreed, Hello, Nonce, Proof, Refused
 from services.fabric.tcp.stream import Stream
-from services.fabric.tcp.versions import SPOKEN, Versions
+from services.fabric.tcp.versions import HANDSHAKE, SPOKEN, Versions
 
 
 def outcome(stream: Stream, work: Callable[[], Agreed]) -> Agreed | ExpertMeshError:
@@ -188,3 +188,14 @@ def test_who_sits_between_cannot_lower_the_version(lowered: Kind) -> None:
 
 
 LOW = Versions(1, 1)
+
+
+def test_a_hello_of_another_handshake_is_refused_by_name() -> None:
+    until = time.monotonic() + 10
+    with pair() as (near, far), ThreadPoolExecutor(1) as pool:
+        admitting = pool.submit(tcp_handshake.admit, far, SECRET, hello(seat=0), until)
+        near.send([memoryview(FIXED.pack(MAGIC, HANDSHAKE + 1, Kind.HELLO, 0, 0))])
+        with pytest.raises(ProtocolMismatch, match="refused"):
+            tcp_handshake._read(near, Kind.CHALLENGE, Nonce, until)
+        near.shut()
+        assert type(admitting.exception(20)) is ProtocolMismatch

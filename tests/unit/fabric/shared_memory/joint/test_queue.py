@@ -292,6 +292,14 @@ def test_a_step_that_comes_again_is_held_once(scene: Scene) -> None:
     assert scene.joint_steps[4].started == [[0, 1, 2]]
 
 
+def test_who_has_left_is_not_among_those_that_begin_together(scene: Scene) -> None:
+    clients = scene.enter(0, 1, 2)
+    scene.begin(clients[0], clients[1])
+    assert scene.join_queue.leave(clients[1])
+    scene.begin(clients[2])
+    assert scene.joint_steps[2].started == [[0, 2]]
+
+
 def test_who_has_left_is_neither_held_nor_waited_for(scene: Scene) -> None:
     clients = scene.enter(0, 1, 2)
     scene.begin(clients[0], clients[1])

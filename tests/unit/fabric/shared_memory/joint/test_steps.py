@@ -203,6 +203,31 @@ def test_steps_with_more_rows_than_a_call_takes_run_alone(together: Callable[[se
         assert seat.host.joined_steps() == 2
 
 
+def test_who_is_awaited_and_goes_is_waited_for_no_longer(together: Callable[[set[int]], None]) -> None:
+    seat = Seat()
+    with clients(seat, 2) as links, ThreadPoolExecutor(1) as pool:
+        together({0, 1})
+        waiting = pool.submit(step, links[0], 3, 1)
+        until(lambda: seat.waiting() == 1, "the step is held for the other one's")
+        links[1].close()
+        assert waiting.result(LONG_S)
+        assert seat.host.joined_steps() == 0
+
+
+def test_steps_in_two_micro_batches_run_alone(together: Callable[[set[int]], None]) -> None:
+    seat = Seat()
+    with clients(seat, 2) as links:
+        together({0, 1})
+        link = links[0]
+        link.begin_step(1, [2, 3])
+        for layer in range(LAYERS):
+            parts = call(2, layer), call(3, 10 + layer)
+            handles = [link.dispatch(layer, *part) for part in parts]
+            for part, handle in zip(parts, handles, strict=True):
+                assert torch.equal(link.combine(handle), scaled(layer, *part))
+        assert link.finish_step()
+
+
 def test_a_member_that_is_lost_in_a_call_leaves_the_others_their_answers(two: Two) -> None:
     """Its memory is let go of when the call has ended, not before."""
     parts, host = two.stuck(), two.seat.host
