@@ -244,7 +244,7 @@ def _run(server: RedisServer, examples: int, steps: int) -> None:
 
 
 def test_every_call_does_what_the_model_does(redis_server: RedisServer) -> None:
-    _run(redis_server, 10, 30)
+    _run(redis_server, 5, 24)
 
 
 @pytest.mark.night("services/queue", "tests/testkit/queue")
