@@ -5,25 +5,33 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 from redis.asyncio import Redis
 from testkit.fabric.expert_floor import Floor
 from testkit.native import Absent
-from testkit.queue.messages import request_of, worker_of
 from testkit.queue.redis_server import APPEND_ONLY, LOADS, NAMESPACE, RedisServer, running_redis
 from testkit.queue.redis_versions import CHARTED, OLDEST, binary_of
 
-from services.messages import AttemptLost, FinishReason, GenerateRequest, ResultEvent, TokenEvent
+from services.messages import (
+    AttemptLost,
+    FinishReason,
+    GenerateRequest,
+    ResultEvent,
+    SamplingParams,
+    TokenEvent,
+    WorkerInfo,
+)
 from services.queue.connect import connect
 from services.queue.dead_letters import DeadLetters
 from services.queue.gateway_side import FIRST_ID, GatewayQueue
 from services.queue.keys import Keys
 from services.queue.limits import QueueLimits
 from services.queue.prompts import unpack_ids, whole
-from services.queue.scheduler_side import ReapReport, SchedulerQueue
+from services.queue.scheduler_side import SchedulerQueue
 from services.queue.worker_side import WorkerQueue
+from services.wire import WIRE
 
 if TYPE_CHECKING:
     from testkit.gpu.workers import GpuPool
@@ -68,10 +76,30 @@ class Bench:
     async def add_worker(
         self, worker_id: str, *, tokens: int = 100_000, requests: int = 100, lease_s: float = 60
     ) -> None:
-        await self.worker.register(worker_of(worker_id), lease_s, credit_tokens=tokens, credit_requests=requests)
+        info = self.worker_info(worker_id)
+        await self.worker.register(info, lease_s, credit_tokens=tokens, credit_requests=requests)
 
-    def request(self, request_id: str | None = None, *, prompt: int = 4, **more: Any) -> GenerateRequest:
-        return request_of(request_id or f"r{next(self._ids)}", range(prompt), **more)
+    def request(
+        self,
+        request_id: str | None = None,
+        *,
+        tenant: str = "t",
+        priority: int = 5,
+        prompt: int = 4,
+        max_tokens: int = 8,
+        reply_to: str = "g1",
+    ) -> GenerateRequest:
+        return GenerateRequest(
+            id=request_id or f"r{next(self._ids)}",
+            attempt=0,
+            token_ids=list(range(prompt)),
+            prompt_len=prompt,
+            sampling=SamplingParams(max_tokens=max_tokens),
+            deadline_ms=0,
+            priority=priority,
+            tenant=tenant,
+            reply_to=reply_to,
+        )
 
     async def admit(self, *requests: GenerateRequest, timeout_s: float = 600) -> list[GenerateRequest]:
         return await self.gateway.admit(requests, timeout_s=timeout_s)
@@ -91,21 +119,12 @@ class Bench:
         return depth.requests, depth.tokens
 
     async def run_on(self, worker_id: str, *requests: GenerateRequest) -> list[GenerateRequest]:
-        """Admits ``requests`` and assigns them to a worker, which comes if it is not there."""
-        if await self.redis.zscore(self.keys.workers, worker_id) is None:
-            await self.add_worker(worker_id)
+        """Admits ``requests`` and assigns them to a worker."""
         await self.admit(*requests)
-        return await self.hand_out(worker_id)
-
-    async def hand_out(self, worker_id: str) -> list[GenerateRequest]:
-        """Assigns all that waits to a worker."""
         claimed = [claim.request for claim in await self.scheduler.claim(self.epoch, 100)]
-        assert all(await self.assign(worker_id, *claimed))
-        return [await self.whole(request) for request in claimed]
-
-    async def assign(self, worker_id: str, *requests: GenerateRequest) -> list[bool]:
-        answers = await self.scheduler.assign(self.epoch, [(request, worker_id) for request in requests])
-        return [bool(answer) for answer in answers]
+        found = [await self.whole(request) for request in claimed]
+        assert all(await self.scheduler.assign(self.epoch, [(request, worker_id) for request in claimed]))
+        return found
 
     async def events(self, incarnation: str = "g1") -> list[ResultEvent]:
         """What is new in a gateway's stream."""
@@ -133,10 +152,20 @@ class Bench:
         assert await self.redis.zscore(index, member) is not None
         await self.redis.zadd(index, {member: 1})
 
-    async def lapse(self, member: str, index: str | None = None) -> ReapReport:
-        """Lets a lease end, a request's if no index is named, and the leader take back what was under it."""
-        await self.expire_lease(index or self.keys.leases, member)
-        return await self.scheduler.reap(self.epoch)
+    @staticmethod
+    def worker_info(worker_id: str, fingerprint: str = "f") -> WorkerInfo:
+        return WorkerInfo(
+            id=worker_id,
+            model="m",
+            fingerprint=fingerprint,
+            kv_tokens=1,
+            max_num_seqs=8,
+            max_model_len=512,
+            host="h",
+            pid=1,
+            version="0",
+            wire=WIRE,
+        )
 
     @staticmethod
     def token(
@@ -198,9 +227,10 @@ def new_redis_server() -> Iterator[Callable[..., RedisServer]]:
 
 @pytest.fixture
 async def redis(redis_server: RedisServer) -> AsyncIterator[Redis]:
-    async with connect(redis_server.url) as client:
-        await client.flushall()
-        yield client
+    client = connect(redis_server.url)
+    await client.flushall()
+    yield client
+    await client.aclose()
     await asyncio.sleep(0)
 
 
@@ -236,22 +266,17 @@ def floor(bench: Bench) -> Floor:
 
 
 @pytest.fixture
-def crashing(redis_server: RedisServer, new_redis_server: Callable[..., RedisServer]) -> RedisServer:
-    """A server that may be killed and started again with its data."""
+async def durable_floor(
+    redis_server: RedisServer,
+    new_redis_server: Callable[..., RedisServer],
+    new_bench: Callable[[Redis], Awaitable[Bench]],
+) -> AsyncIterator[tuple[RedisServer, Floor]]:
+    """A server that may be killed and started again with its data, and what is over it."""
     server = new_redis_server(redis_server.binary, *APPEND_ONLY)
     server.start()
-    return server
-
-
-@pytest.fixture
-async def durable(crashing: RedisServer, new_bench: Callable[[Redis], Awaitable[Bench]]) -> AsyncIterator[Bench]:
-    async with connect(crashing.url) as client:
-        yield await new_bench(client)
-
-
-@pytest.fixture
-def durable_floor(crashing: RedisServer, durable: Bench) -> tuple[RedisServer, Floor]:
-    return crashing, Floor(durable)
+    client = connect(server.url)
+    yield server, Floor(await new_bench(client))
+    await client.aclose()
 
 
 @pytest.fixture
@@ -266,8 +291,9 @@ async def stepping(
     except Absent as absent:
         pytest.skip(f"a clock that steps: {absent}")
     server.start()
-    async with connect(server.url) as client:
-        yield server, await new_bench(client)
+    client = connect(server.url)
+    yield server, await new_bench(client)
+    await client.aclose()
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from msgspec import structs
 from testkit.fabric.expert_floor import LEASE_S, expert
-from testkit.queue.messages import worker_of
 
 from services.queue.death_notices import DeathNotices
 
@@ -26,7 +25,7 @@ async def notices(floor, monkeypatch: pytest.MonkeyPatch) -> DeathNotices:
         ("pageless", {"metrics_url": None}),
     ):
         own = {"pid": PID, "metrics_url": PAGE, **changes}
-        info = structs.replace(worker_of(name), **own)
+        info = structs.replace(bench.worker_info(name), **own)
         await bench.worker.register(info, 60, credit_tokens=1000, credit_requests=10)
         seat = structs.replace(expert(f"seat-{name}"), **own)
         await floor.experts.join(seat, LEASE_S)

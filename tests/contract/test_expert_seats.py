@@ -8,7 +8,6 @@ from unittest.mock import AsyncMock
 import pytest
 from msgspec import structs
 from testkit.fabric.expert_floor import GROUPS, LEASE_S, WAITING, expert, table
-from testkit.queue.messages import worker_of
 from testkit.waiting import LIMIT_S
 
 from services.errors import FingerprintMismatch, QueueUnavailable, StaleLeader
@@ -104,7 +103,9 @@ async def test_another_model_is_refused_among_experts_and_attention_workers(floo
     await floor.redis.delete(f"{floor.keys.prefix}model")
     await floor.experts.heartbeat("e2", WAITING)
     with pytest.raises(FingerprintMismatch):
-        await floor.bench.worker.register(worker_of("w2", "g"), LEASE_S, credit_tokens=1, credit_requests=1)
+        await floor.bench.worker.register(
+            floor.bench.worker_info("w2", "g"), LEASE_S, credit_tokens=1, credit_requests=1
+        )
     await floor.redis.set(f"{floor.keys.prefix}model", "g")
     await floor.redis.zadd(floor.keys.seats, {"e2": 1})  # it was silent for long enough for others to come
     with pytest.raises(FingerprintMismatch):

@@ -67,13 +67,6 @@ class Link:
         return bool(self.tables)
 
 
-def follow(floor: Floor) -> tuple[Link, TableFollower, asyncio.Task[None]]:
-    """An attention worker's."""
-    link = Link()
-    follower = TableFollower(link, floor.reader, worker_id=READER, fingerprint="f", lease_s=LEASE_S)
-    return link, follower, asyncio.create_task(follower.run())
-
-
 class Stage:
     """A floor with a leader that turns, expert workers and what they loaded."""
 
@@ -186,23 +179,17 @@ async def test_workers_get_groups_load_them_and_are_listed_with_their_ports(floo
                 await asyncio.sleep(0.01)
 
 
-def rows_reported(worker: ExpertWorker) -> list[object]:
-    """What each of its heartbeats says of rows, from here on."""
-    heartbeat, reported = worker._queue.heartbeat, list[object]()
-
-    async def watched(*arguments: object) -> object:
-        reported.append(arguments[2])
-        return await heartbeat(*arguments)
-
-    worker._queue.heartbeat = watched
-    return reported
-
-
 async def test_counted_rows_travel_once_in_a_while_and_not_with_each_heartbeat(floor, monkeypatch):
     monkeypatch.setattr("services.experts.worker.ROWS_S", 3600.0)  # they are due again when the test says so
     async with stage_of(floor, groups=1) as stage:
         worker = stage.start("a")
-        reported = rows_reported(worker)
+        heartbeat, reported = worker._queue.heartbeat, []
+
+        async def watched(*arguments: object) -> object:
+            reported.append(arguments[2])
+            return await heartbeat(*arguments)
+
+        worker._queue.heartbeat = watched
         await stage.until(lambda: worker.status == "ready")
         await stage.until(lambda: any(reported))
         first = len(reported)
@@ -224,7 +211,13 @@ async def test_a_device_that_is_slow_to_report_its_rows_holds_no_heartbeat_up(fl
             return {}
 
         worker.serving.rows, worker._rows_due = slow, 0.0
-        reported = rows_reported(worker)
+        heartbeat, reported = worker._queue.heartbeat, []
+
+        async def watched(*arguments: object) -> object:
+            reported.append(arguments[2])
+            return await heartbeat(*arguments)
+
+        worker._queue.heartbeat = watched
         try:
             await stage.until(asked.is_set)
             first = len(reported) + 1  # one may still report what was asked for before
@@ -240,7 +233,9 @@ async def test_a_worker_that_is_stopped_waits_for_the_exchanges_of_the_table_bef
         workers = [stage.start("a"), stage.start("b")]
         await stage.until(lambda: all(worker.status == "ready" for worker in workers))
         await stage.until_listed("a", "b")
-        link, follower, following = follow(floor)
+        link = Link()
+        follower = TableFollower(link, floor.reader, worker_id=READER, fingerprint="f", lease_s=LEASE_S)
+        following = asyncio.create_task(follower.run())
         await asyncio.wait_for(follower.ready(), LIMIT_S)
         link.busy = (await stage.table()).epoch
         worker, stop, task = stage.tasks["b"]
@@ -428,7 +423,9 @@ async def test_another_model_in_the_same_namespace_gets_a_table_of_its_own(floor
 async def test_a_follower_passes_over_the_table_of_another_model(floor):
     old = RoutingTable(epoch=3, fingerprint="another", num_experts=4, groups=even_groups([7], 4, 1))
     await floor.registry.publish_table(floor.e, old)
-    link, follower, following = follow(floor)
+    link = Link()
+    follower = TableFollower(link, floor.reader, worker_id=READER, fingerprint="f", lease_s=LEASE_S)
+    following = asyncio.create_task(follower.run())
     await asyncio.sleep(0.1)
     assert not link.tables
     await floor.publish()
@@ -462,7 +459,9 @@ async def test_after_redis_lost_everything_the_first_table_lists_all_that_it_lis
         await floor.registry.publish_table(floor.e, first)
         workers = [stage.start(name) for name in ("a", "b", "c")]
         await stage.until(lambda: all(worker.status == "ready" for worker in workers))
-        link, _, following = follow(floor)
+        link = Link()
+        follower = TableFollower(link, floor.reader, worker_id=READER, fingerprint="f", lease_s=LEASE_S)
+        following = asyncio.create_task(follower.run())
         await stage.until(lambda: bool(link.tables) and len(link.tables[-1].seats) == 3)
         before, serving = link.tables[-1], [worker.serving for worker in workers]
         await floor.redis.flushall()

@@ -12,13 +12,12 @@ from typing import Any
 import pytest
 from msgspec import structs
 from testkit.queue.gateway import Gateway
-from testkit.queue.messages import request_of
 from testkit.queue.scripted import ScriptedQueue
 
 from services.errors import AttemptsExhausted
 from services.gateway.job import Job
 from services.gateway.table import MAX_MISSED
-from services.messages import GenerateRequest, TokenEvent, encode
+from services.messages import GenerateRequest, SamplingParams, TokenEvent
 from services.queue.gateway_side import Unreadable
 
 ids = itertools.count()
@@ -89,13 +88,16 @@ class Redis:
 
     async def run(self) -> list[GenerateRequest]:
         await self.bench.add_worker("w")
-        return await self.bench.hand_out("w")
+        claimed = [claim.request for claim in await self.bench.scheduler.claim(self.bench.epoch, 100)]
+        assert all(await self.bench.scheduler.assign(self.bench.epoch, [(request, "w") for request in claimed]))
+        return [await self.bench.whole(request) for request in claimed]
 
     async def publish(self, *events: TokenEvent) -> set[str]:
         return await self.bench.worker.publish("w", events)
 
     async def lose(self, request_id: str) -> None:
-        assert (await self.bench.lapse(request_id)).lost == 1
+        await self.bench.expire_lease(self.bench.keys.leases, request_id)
+        assert (await self.bench.scheduler.reap(self.bench.epoch)).lost == 1
 
     async def forget(self, request_id: str) -> None:
         await self.bench.redis.delete(self.bench.keys.request(request_id))
@@ -112,10 +114,13 @@ class Redis:
         await self.bench.redis.xadd(self.bench.keys.results(name), {request_id: b"\xc1"})
 
     async def send(self, name: str, event: TokenEvent) -> None:
+        from services.messages import encode
+
         await self.bench.redis.xadd(self.bench.keys.results(name), {event.request_id: encode([event])})
 
     async def bury(self, name: str) -> None:
-        assert (await self.bench.lapse(name, self.bench.keys.gateways)).gateways == 1
+        await self.bench.expire_lease(self.bench.keys.gateways, name)
+        assert (await self.bench.scheduler.reap(self.bench.epoch)).gateways == 1
 
     async def state(self, request_id: str) -> str:
         return await self.bench.state(request_id)
@@ -170,7 +175,17 @@ def ask(room: Any) -> Ask:
     async def begin(name: str = "g1", *, again: Answer | None = None, **options: Any) -> Answer:
         gateway = Gateway(room.queue(name), **options)
         await gateway.queue.heartbeat(600)
-        request = request_of(again.id if again else f"r{next(ids)}", [5, 6, 7], max_tokens=9, reply_to=name)
+        request = GenerateRequest(
+            id=again.id if again else f"r{next(ids)}",
+            attempt=1,
+            token_ids=[5, 6, 7],
+            prompt_len=3,
+            sampling=SamplingParams(max_tokens=9),
+            deadline_ms=0,
+            priority=5,
+            tenant="t",
+            reply_to=name,
+        )
         return Answer(room, gateway, name, await gateway.admit(request, resumed=again is not None))
 
     return begin

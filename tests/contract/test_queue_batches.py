@@ -38,6 +38,14 @@ async def test_a_long_batch_is_admitted_in_bounded_calls_under_one_decision(benc
         await bench.gateway.admit(one, timeout_s=60, tenant_limits=limits)
 
 
+@pytest.mark.parametrize("queue_limits", [QueueLimits(max_requests=250)])
+async def test_a_batch_of_several_calls_is_refused_whole(bench):
+    with pytest.raises(QueueFull):
+        await bench.admit(*(bench.request() for _ in range(251)))
+    assert await bench.depth() == (0, 0)
+    await bench.admit(*(bench.request() for _ in range(250)))
+
+
 def between_calls(bench, monkeypatch, interrupt):
     """Makes a gateway that calls ``interrupt`` once, after the first call of its next batch."""
     gateway = bench.new_gateway("g2")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import AsyncIterator
 
 import pytest
 from msgspec import structs
@@ -13,16 +14,32 @@ from testkit.models.stepping import SteppingEngine
 from testkit.processes.roles import Deployment
 from testkit.queue.client import check as check_answers
 from testkit.queue.indexes import check
-from testkit.queue.redis_server import EACH_SECOND
-from testkit.waiting import eventually
+from testkit.queue.redis_server import APPEND_ONLY, EACH_SECOND
+from testkit.waiting import LIMIT_S, eventually
 
 from services.errors import ConfigError, QueueUnavailable
 from services.queue.connect import check_server, command, connect, queue_errors
 from services.queue.gateway_side import FIRST_ID
 
 
+@pytest.fixture
+def crashing(redis_server, new_redis_server):
+    server = new_redis_server(redis_server.binary, *APPEND_ONLY)
+    server.start()
+    return server
+
+
+@pytest.fixture
+async def durable(crashing, new_bench) -> AsyncIterator:
+    client = connect(crashing.url)
+    bench = await new_bench(client)
+    yield bench
+    await client.aclose()
+
+
 async def test_a_kill_keeps_queued_running_and_written_work(crashing, durable):
     bench = durable
+    await bench.add_worker("w")
     (request,) = await bench.run_on("w", bench.request("running"))
     await bench.worker.publish("w", [bench.token(request, 0)])
     await bench.admit(bench.request("q1"), bench.request("q2"))
@@ -75,9 +92,18 @@ async def test_a_torn_file_holds_whole_steps_only(crashing, durable, cut):
     assert "missing" not in {state for state, _ in (await bench.gateway.survey(requests)).values()}
 
 
+async def test_a_blocked_read_ends_when_the_server_dies(crashing, durable):
+    reading = asyncio.create_task(durable.gateway.follow(FIRST_ID, 600_000))
+    await asyncio.sleep(0.05)
+    crashing.kill()
+    with pytest.raises(QueueUnavailable):
+        await asyncio.wait_for(reading, LIMIT_S)
+
+
 async def test_an_emptied_redis_is_filled_again_by_its_members(durable):
     """Everything is gone: members register again, gateways resubmit what they still wait for."""
     bench = durable
+    await bench.add_worker("w")
     running, queued = await bench.run_on("w", bench.request("running"), bench.request("queued"))
     await bench.redis.flushall()
     await bench.redis.script_flush()
@@ -95,6 +121,7 @@ async def test_an_emptied_redis_is_filled_again_by_its_members(durable):
 
 
 async def test_a_survey_repairs_indexes_that_are_gone(bench):
+    await bench.add_worker("w")
     await bench.run_on("w", bench.request("running"))
     await bench.admit(bench.request("claimed"))
     await bench.claim()
@@ -125,8 +152,16 @@ async def test_a_record_that_vanished_does_not_block_the_queue(bench):
     assert await bench.depth() == (0, 0)
 
 
+async def test_scripts_survive_a_script_flush(bench):
+    await bench.admit(bench.request("a"))
+    await bench.redis.script_flush()
+    await bench.admit(bench.request("b"))
+    assert await bench.depth() == (2, 24)
+
+
 async def test_a_full_server_is_unavailable_and_says_why(durable):
     bench = durable
+    await bench.add_worker("w")
     (request,) = await bench.run_on("w", bench.request("a"))
     await bench.redis.config_set("maxmemory", "1")
     with pytest.raises(QueueUnavailable, match="maxmemory"):
@@ -144,6 +179,7 @@ async def test_a_full_disk_is_unavailable_says_so_and_loses_nothing_admitted(red
     server.start()
     client = connect(server.url)
     bench = await new_bench(client)
+    await bench.add_worker("w")
     (request,) = await bench.run_on("w", bench.request("running"))
     server.fill_disk()
     admitted, refusal = [], None
@@ -239,6 +275,28 @@ async def test_a_silent_server_is_unavailable(monkeypatch):
     assert time.monotonic() - start < 2
     await client.aclose()
     server.close()
+
+
+async def test_nobody_listening_is_unavailable():
+    client = connect("unix:///nonexistent/redis.sock")
+    with pytest.raises(QueueUnavailable):
+        await check_server(client)
+    await client.aclose()
+
+
+async def test_a_password_in_the_url(redis_server, new_redis_server):
+    server = new_redis_server(redis_server.binary, "--requirepass", "secret")
+    server.start(password="secret")
+    good = connect(f"unix://:secret@{server.socket}")
+    await check_server(good)
+    await good.aclose()
+    for url in (f"unix://:wrong@{server.socket}", server.url):
+        bad = connect(url)
+        with pytest.raises(ConfigError, match="credentials"):
+            await check_server(bad)
+        with pytest.raises(QueueUnavailable):
+            await command(bad, "PING")
+        await bad.aclose()
 
 
 async def test_the_server_is_checked(redis: Redis, caplog, monkeypatch):

@@ -6,11 +6,9 @@ import asyncio
 
 import pytest
 from msgspec import structs
-from testkit.fabric.expert_floor import expert
-from testkit.queue.messages import worker_of
 
 from services.errors import ErrorInfo, FingerprintMismatch, StaleLeader
-from services.messages import Assign, SeatReport, TokenEvent
+from services.messages import Assign, ExpertInfo, SeatReport, TokenEvent
 from services.queue.expert_side import ExpertQueue
 from services.queue.gateway_side import FIRST_ID
 from services.queue.scheduler_side import SchedulerQueue
@@ -81,17 +79,22 @@ async def test_claims_of_an_older_epoch_go_back_to_their_places(bench):
     assert await bench.order() == ["r0", "r1", "r2"]
 
 
-async def test_assignment_moves_lease_and_credit_and_reports_the_time_in_the_queue(bench):
+async def test_assignment_moves_lease_and_credit(bench):
     await bench.add_worker("w", tokens=30)
-    await bench.admit(bench.request("a"))
-    await asyncio.sleep(0.03)
-    (request,) = await bench.claim()
-    (outcome,) = await bench.scheduler.assign(bench.epoch, [(request, "w")])
-    assert 0.03 <= outcome.queued_s < 1
+    (request,) = await bench.run_on("w", bench.request("a"))
     assert await bench.state("a") == "running"
     assert await bench.outstanding("w") == (12, 1)
     _, messages = await bench.worker.read_inbox("w", FIRST_ID, 0)
     assert messages == [Assign(request)]
+
+
+async def test_assignment_reports_the_time_in_the_queue(bench):
+    await bench.add_worker("w")
+    await bench.admit(bench.request())
+    await asyncio.sleep(0.03)
+    (outcome,) = await bench.scheduler.assign(bench.epoch, [(request, "w") for request in await bench.claim()])
+    assert outcome
+    assert 0.03 <= outcome.queued_s < 1
 
 
 async def test_credit_bounds_tokens_and_requests(bench):
@@ -99,8 +102,9 @@ async def test_credit_bounds_tokens_and_requests(bench):
     await bench.add_worker("requests", tokens=1000, requests=2)
     await bench.admit(*(bench.request(f"r{i}") for i in range(6)))
     claimed = await bench.claim()
-    for worker, three in (("tokens", claimed[:3]), ("requests", claimed[3:])):
-        assert await bench.assign(worker, *three) == [True, True, False]
+    pairs = [(request, worker) for request, worker in zip(claimed, ["tokens"] * 3 + ["requests"] * 3, strict=True)]
+    outcomes = await bench.scheduler.assign(bench.epoch, pairs)
+    assert [bool(outcome) for outcome in outcomes] == [True, True, False, True, True, False]
     assert await bench.order() == ["r2", "r5"]
 
 
@@ -112,31 +116,40 @@ async def test_an_idle_worker_takes_one_request_beyond_its_credit(bench):
     state = (await bench.scheduler.workers())[0]
     assert not state.has_credit(1)
     await bench.admit(bench.request("b", prompt=1, max_tokens=0))
-    assert await bench.assign("w", *await bench.claim()) == [False]
+    assert not any(await bench.scheduler.assign(bench.epoch, [(r, "w") for r in await bench.claim()]))
 
 
 async def test_a_worker_without_lease_gets_nothing(bench):
     await bench.add_worker("w")
     await bench.admit(bench.request("a"))
-    (claimed,) = await bench.claim()
+    claimed = await bench.claim()
     await bench.expire_lease(bench.keys.workers, "w")
-    assert await bench.assign("w", claimed) == [False]
-    assert await bench.assign("nobody", claimed) == [False]
+    assert not any(await bench.scheduler.assign(bench.epoch, [(claimed[0], "w")]))
+    assert not any(await bench.scheduler.assign(bench.epoch, [(claimed[0], "nobody")]))
     assert await bench.order() == ["a"]
     assert await bench.scheduler.workers() == []
     assert await bench.gateway.look() == []
 
 
-async def test_a_claim_of_an_older_attempt_or_a_cancelled_request_is_not_assigned(bench):
+async def test_a_request_cancelled_while_claimed_is_not_assigned(bench):
     await bench.add_worker("w")
-    await bench.admit(bench.request("a"), bench.request("left"))
-    old, left = await bench.claim()
-    await bench.gateway.cancel(["left"])
+    await bench.admit(bench.request("a"), bench.request("b"))
+    claimed = await bench.claim()
+    await bench.gateway.cancel(["a"])
+    outcomes = await bench.scheduler.assign(bench.epoch, [(request, "w") for request in claimed])
+    assert [bool(outcome) for outcome in outcomes] == [False, True]
+    assert await bench.depth() == (0, 0)
+
+
+async def test_an_older_claim_of_the_same_request_is_not_assigned(bench):
+    await bench.add_worker("w")
+    (old,) = await bench.admit(bench.request("a"))
+    (old,) = await bench.claim()
     attempt = await bench.gateway.resync("a", 1)
     await bench.gateway.resubmit(structs.replace(old, attempt=attempt))
     (new,) = await bench.claim()
-    assert await bench.assign("w", old, left, new) == [False, False, True]
-    assert await bench.depth() == (0, 0)
+    outcomes = await bench.scheduler.assign(bench.epoch, [(old, "w"), (new, "w")])
+    assert [bool(outcome) for outcome in outcomes] == [False, True]
 
 
 async def test_the_leader_can_end_a_request_with_an_error(bench):
@@ -150,13 +163,20 @@ async def test_the_leader_can_end_a_request_with_an_error(bench):
     assert await bench.live() == 0
 
 
+async def test_an_unreadable_body_ends_its_request_only(bench):
+    await bench.admit(bench.request("bad"), bench.request("good"))
+    await bench.redis.hset(bench.keys.request("bad"), "body", b"\xc1")
+    assert [request.id for request in await bench.claim()] == ["good"]
+    assert bench.ends(await bench.events()) == [("bad", "internal_error")]
+
+
 async def test_other_weights_of_an_equal_shape_are_refused_while_members_live(bench):
     """A gateway, and a worker of the release before, claim no weights and agree with any."""
     experts, key = ExpertQueue(bench.redis, bench.keys, bench.limits), f"{bench.keys.prefix}weights"
-    seat = structs.replace(expert("e"), weights="tuned")
+    seat = ExpertInfo(id="e", fingerprint="f", host="h", port=1, memory_bytes=1, pid=1, version="0", weights="tuned")
 
     async def register(name, weights):
-        info = structs.replace(worker_of(name), weights=weights)
+        info = structs.replace(bench.worker_info(name), weights=weights)
         await bench.worker.register(info, 60, credit_tokens=1, credit_requests=1)
 
     await register("old", "")
@@ -179,7 +199,7 @@ async def test_other_weights_of_an_equal_shape_are_refused_while_members_live(be
 async def test_another_model_is_refused_while_members_live(bench):
     await bench.add_worker("w")
     with pytest.raises(FingerprintMismatch):
-        await bench.worker.register(worker_of("w2", "other"), 60, credit_tokens=1, credit_requests=1)
+        await bench.worker.register(bench.worker_info("w2", "other"), 60, credit_tokens=1, credit_requests=1)
     with pytest.raises(FingerprintMismatch):
         await bench.gateway.heartbeat(60, "other")
     await bench.gateway.heartbeat(60, "f")

@@ -46,6 +46,17 @@ async def test_within_a_tenant_by_deadline_and_then_by_admission(bench):
 
 
 @pytest.mark.parametrize("queue_limits", [BIG])
+@pytest.mark.parametrize("step", [1, 7])
+async def test_tokens_are_shared_within_one_request_and_one_quantum(bench, step):
+    await bench.admit(*(bench.request(tenant="small", prompt=50, max_tokens=50) for _ in range(400)))
+    await bench.admit(*(bench.request(tenant="large", prompt=1500, max_tokens=500) for _ in range(20)))
+    served = await drain(bench, step)
+    until = min(max(i for i, (name, _) in enumerate(served) if name == tenant) for tenant in ("small", "large"))
+    assert len(served) == 420
+    assert largest_gap(served, until) <= 2000 + BIG.quantum
+
+
+@pytest.mark.parametrize("queue_limits", [BIG])
 @pytest.mark.parametrize("seed", range(3))
 async def test_any_mix_of_tenants_shares_tokens(bench, seed):
     draw = random.Random(seed)
@@ -63,14 +74,19 @@ async def test_any_mix_of_tenants_shares_tokens(bench, seed):
 
 
 @pytest.mark.parametrize("queue_limits", [BIG])
-@pytest.mark.parametrize("released", [False, True])
-async def test_a_late_light_tenant_does_not_wait_for_a_heavy_one(bench, released):
-    """Nor where claims of the heavy one keep being released."""
+async def test_a_late_light_tenant_does_not_wait_for_a_heavy_one(bench):
     await bench.admit(*(bench.request(tenant="heavy", prompt=1000, max_tokens=1000) for _ in range(200)))
-    for _ in range(20 if released else 1):
-        claimed = await bench.claim(16)
-        if released:
-            await bench.scheduler.release(bench.epoch, claimed)
+    await bench.claim(10)
+    await bench.admit(bench.request("light", tenant="light"))
+    following = [request.id for request in await bench.claim(3)]
+    assert "light" in following
+
+
+@pytest.mark.parametrize("queue_limits", [BIG])
+async def test_a_light_tenant_comes_through_though_claims_keep_being_released(bench):
+    await bench.admit(*(bench.request(tenant="heavy", prompt=1000, max_tokens=1000) for _ in range(100)))
+    for _ in range(20):
+        await bench.scheduler.release(bench.epoch, await bench.claim(16))
     await bench.admit(bench.request("light", tenant="light"))
     assert "light" in [request.id for request in await bench.claim(3)]
 

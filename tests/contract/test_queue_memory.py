@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from testkit.fabric.expert_floor import expert
 
+from services.messages import ExpertInfo
 from services.queue.expert_side import ExpertQueue
 from services.queue.gateway_side import IdempotencyKey
 from services.queue.limits import QueueLimits
@@ -52,6 +52,7 @@ async def test_two_thousand_requests_leave_nothing_behind(bench):
 
 @pytest.mark.parametrize("queue_limits", [TINY])
 async def test_every_record_and_index_of_a_live_request_expires_eventually(bench):
+    await bench.add_worker("w")
     await bench.run_on("w", bench.request("running"))
     await bench.admit(bench.request("queued"))
     keys = [
@@ -63,6 +64,7 @@ async def test_every_record_and_index_of_a_live_request_expires_eventually(bench
 
 async def test_key_names_agree_with_the_scripts(bench):
     """Keys (Python) and the scripts (Lua) spell the same names."""
+    await bench.add_worker("w")
     await bench.run_on("w", bench.request("r", tenant="te:nant", priority=3))
     await bench.admit(bench.request("q", tenant="te:nant", priority=3))
     keys = bench.keys
@@ -71,7 +73,8 @@ async def test_key_names_agree_with_the_scripts(bench):
         keys.workers,
         keys.worker("w"), keys.held("w"), keys.inbox("w"), keys.gateways, keys.owned("g1"), keys.leader, keys.wake,
     ]  # fmt: skip
-    await ExpertQueue(bench.redis, keys).join(expert("e"), 60)
+    info = ExpertInfo(id="e", fingerprint="f", host="h", port=1, memory_bytes=1, pid=1, version="0")
+    await ExpertQueue(bench.redis, keys).join(info, 60)
     await TableReader(bench.redis, keys).note_epoch("w", 1, 60)
     table = RoutingTable(epoch=2, fingerprint="f", num_experts=1, groups=())
     await SeatRegistry(bench.redis, keys).publish_table(bench.epoch, table)

@@ -6,7 +6,6 @@ from array import array
 
 import pytest
 from msgspec import structs
-from testkit.queue.messages import worker_of
 
 from services.errors import InvalidRequest
 from services.messages import Assign, TokenEvent, decode_inbox, decode_request, decode_results
@@ -35,6 +34,12 @@ async def inbox(bench, worker: str = "w"):
     return [message.request for message in messages if isinstance(message, Assign)]
 
 
+async def run(bench, *requests) -> None:
+    await bench.admit(*requests)
+    claimed = [claim.request for claim in await bench.scheduler.claim(bench.epoch, 100)]
+    assert all(await bench.scheduler.assign(bench.epoch, [(request, "w") for request in claimed]))
+
+
 def test_ids_keep_their_bytes():
     assert pack_ids([1, 256]) == b"\x01\0\0\0\0\x01\0\0"
     assert unpack_ids(pack_ids(PROMPT)).tolist() == PROMPT
@@ -42,8 +47,9 @@ def test_ids_keep_their_bytes():
 
 
 async def test_choices_of_a_prompt_share_it_and_workers_get_it_whole(bench):
+    await bench.add_worker("w")
     requests = sequences(bench, 4)
-    await bench.run_on("w", *requests)
+    await run(bench, *requests)
     assert list((await prompts(bench)).values()) == [PROMPT]
     bodies = [await bench.redis.hget(bench.keys.request(request.id), "body") for request in requests]
     assert not any(pack_ids(PROMPT) in body or b"token_ids\x95" in body for body in bodies)
@@ -60,8 +66,9 @@ async def test_tenants_never_share_a_prompt(bench):
 
 
 async def test_a_prompt_goes_with_the_last_request_that_needs_it(bench):
+    await bench.add_worker("w")
     first, second, third = sequences(bench, 3)
-    await bench.run_on("w", first, second)
+    await run(bench, first, second)
     await bench.admit(third)
     await bench.worker.publish("w", [bench.token(structs.replace(first, attempt=1), 0, finish="stop")])
     await bench.gateway.cancel([second.id])
@@ -88,8 +95,9 @@ async def test_a_claim_shows_how_a_prompt_begins(bench):
 
 
 async def test_a_resubmission_sends_the_prompt_only_where_it_is_missing(bench):
+    await bench.add_worker("w")
     (request,) = sequences(bench, 1)
-    await bench.run_on("w", request)
+    await run(bench, request)
     attempt = await bench.gateway.resync(request.id, 1)
     again = structs.replace(request, attempt=attempt, token_ids=[*PROMPT, 7, 8])
     await bench.redis.delete(bench.keys.prompt(prompt_name("t", pack_ids(PROMPT))))
@@ -102,10 +110,13 @@ async def test_a_resubmission_sends_the_prompt_only_where_it_is_missing(bench):
 
 
 async def test_a_gateway_that_writes_for_an_earlier_release_takes_the_prompt_back_into_the_record(bench):
+    await bench.add_worker("w")
     (request,) = sequences(bench, 1)
-    await bench.run_on("w", request)
+    await run(bench, request)
     attempt = await bench.gateway.resync(request.id, 1)
-    await bench.worker.register(structs.replace(worker_of("old"), wire=1), 60, credit_tokens=9, credit_requests=1)
+    await bench.worker.register(
+        structs.replace(bench.worker_info("old"), wire=1), 60, credit_tokens=9, credit_requests=1
+    )
     await bench.gateway.look()
     await bench.gateway.resubmit(structs.replace(request, attempt=attempt, token_ids=[*PROMPT, 7]))
     assert await prompts(bench) == {}
@@ -114,11 +125,13 @@ async def test_a_gateway_that_writes_for_an_earlier_release_takes_the_prompt_bac
 
 
 async def test_a_worker_leaves_out_a_request_whose_prompt_is_gone_and_it_is_sent_again(bench):
+    await bench.add_worker("w")
     (request,) = sequences(bench, 1)
-    await bench.run_on("w", request)
+    await run(bench, request)
     await bench.redis.delete(*[bench.keys.prompt(name) for name in await prompts(bench)])
     assert await inbox(bench) == []
-    assert (await bench.lapse(request.id)).lost == 1
+    await bench.expire_lease(bench.keys.leases, request.id)
+    assert (await bench.scheduler.reap(bench.epoch)).lost == 1
     assert await bench.gateway.resubmit(structs.replace(request, attempt=2))
     assert list((await prompts(bench)).values()) == [PROMPT]
 
@@ -141,7 +154,7 @@ async def read_as_before(bench, worker: str = "old"):
 
 
 async def add_old_worker(bench) -> None:
-    old = structs.replace(worker_of("old"), wire=1)
+    old = structs.replace(bench.worker_info("old"), wire=1)
     await bench.worker.register(old, 60, credit_tokens=100_000, credit_requests=100)
 
 
@@ -149,7 +162,8 @@ async def test_a_worker_of_an_earlier_release_is_given_the_prompts_of_a_backlog_
     await bench.admit(*sequences(bench, 3), *sequences(bench, 1, prompt=list(range(9000))))
     assert len(await prompts(bench)) == 2
     await add_old_worker(bench)
-    await bench.hand_out("old")
+    claimed = [claim.request for claim in await bench.scheduler.claim(bench.epoch, 100)]
+    assert all(await bench.scheduler.assign(bench.epoch, [(request, "old") for request in claimed]))
     assert await read_as_before(bench) == [(PROMPT, 0)] * 3 + [(list(range(9000)), 0)]
 
 
@@ -158,15 +172,16 @@ async def test_a_request_whose_prompt_is_nowhere_is_assigned_so_that_an_earlier_
     await add_old_worker(bench)
     await bench.redis.delete(*[bench.keys.prompt(name) for name in await prompts(bench)])
     (claim,) = await bench.scheduler.claim(bench.epoch, 1)
-    assert await bench.assign("old", claim.request) == [True]
+    assert await bench.scheduler.assign(bench.epoch, [(claim.request, "old")])
     assert await read_as_before(bench) == [([], -len(PROMPT))]
 
 
 @pytest.mark.parametrize("prompt", [[5], [5, 6, 7]])
 async def test_what_was_delivered_is_never_taken_for_the_prompt(bench, prompt):
     """By way of a scheduler of an earlier release, which drops the prompt's name; as long as it or longer."""
+    await bench.add_worker("w")
     (request,) = sequences(bench, 1, prompt=prompt)
-    await bench.run_on("w", request)
+    await run(bench, request)
     attempt = await bench.gateway.resync(request.id, 1)
     await bench.gateway.resubmit(structs.replace(request, attempt=attempt, token_ids=[*prompt, 7, 8, 9]))
     (claim,) = await bench.scheduler.claim(bench.epoch, 1)
@@ -218,8 +233,9 @@ async def test_a_leader_of_an_earlier_release_has_what_waits_rewritten_and_none_
 
 
 async def test_only_records_of_this_gateway_at_this_attempt_are_rewritten(bench):
+    await bench.add_worker("w")
     (streamed,) = sequences(bench, 1)
-    await bench.run_on("w", streamed)
+    await run(bench, streamed)
     (streamed,) = named([structs.replace(streamed, attempt=1)])
     await bench.worker.publish("w", [bench.token(streamed, 0)])
     waiting, moved = named(await bench.admit(*sequences(bench, 2)))
@@ -247,7 +263,8 @@ async def test_what_is_rewritten_on_its_way_to_a_worker_arrives_whole(bench, sta
         assert await bench.scheduler.assign(bench.epoch, [(claim.request, "w")])
     assert [request.token_ids for request in await inbox(bench)] == [PROMPT]
     assert await bench.worker.hand_back("w") == {waiting.id}
-    await bench.hand_out("old")
+    (claim,) = await bench.scheduler.claim(bench.epoch, 1)
+    assert await bench.scheduler.assign(bench.epoch, [(claim.request, "old")])
     assert await read_as_before(bench) == [(PROMPT, 0)]
 
 
@@ -288,11 +305,13 @@ async def test_a_request_refused_by_an_earlier_release_goes_on_with_its_prompt(b
 
 @pytest.mark.parametrize("queue_limits", [QueueLimits(max_attempts=1, dead_letter_bytes=1000)])
 async def test_dead_letters_keep_their_prompts_within_bounds(bench):
+    await bench.add_worker("w")
     long = list(range(200))
     requests = sequences(bench, 1) + sequences(bench, 2, prompt=long)
-    await bench.run_on("w", *requests)
+    await run(bench, *requests)
     for request in requests:
-        assert (await bench.lapse(request.id)).dead == 1
+        await bench.expire_lease(bench.keys.leases, request.id)
+        assert (await bench.scheduler.reap(bench.epoch)).dead == 1
     (letter,) = await bench.dead.list()  # the newest, though it is larger than all may be
     assert letter.request.id == requests[-1].id
     assert list((await prompts(bench)).values()) == [long]
@@ -303,6 +322,7 @@ async def test_dead_letters_keep_their_prompts_within_bounds(bench):
 
 @pytest.mark.parametrize("queue_limits", [QueueLimits(stream_bytes=60_000)])
 async def test_a_stream_that_nobody_reads_is_bounded_in_bytes(bench):
+    await bench.add_worker("w")
     (request,) = await bench.run_on("w", bench.request(max_tokens=10**6))
     for index in range(400):
         event = TokenEvent(request_id=request.id, attempt=1, index=index, token_id=7)

@@ -3,24 +3,35 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from array import array
 from functools import partial
 
 import pytest
+from prometheus_client import CollectorRegistry
 from redis.asyncio import Redis
 from testkit.models.stepping import SteppingEngine, continuation
 from testkit.processes.roles import KEYS, Deployment
 from testkit.queue.client import check, finish
-from testkit.queue.gateway import Gateway
-from testkit.queue.messages import request_of
 from testkit.queue.sentinels import PASSWORD, Watched, watched_redis
 from testkit.waiting import LIMIT_S, eventually
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from services.config.redis_url import SentinelUrl
 from services.errors import ConfigError, QueueUnavailable
-from services.gateway.job import Choice
+from services.gateway.budget import Holdings
+from services.gateway.job import Choice, Job, Rendering
+from services.gateway.results import ResultFollower
+from services.gateway.table import JobTable
+from services.gateway.targets import LatencyTargets
+from services.gateway.tokenizer import SpecialTokens, TextCodec
+from services.messages import GenerateRequest, SamplingParams
+from services.metrics import GatewayMetrics
 from services.queue.connect import check_server, command, connect
 from services.queue.embedded import find_redis_server
 from services.queue.gateway_side import GatewayQueue
+from services.queue.prompts import prompt_name
 from services.runtime.tasks import end_tasks
 
 PROMPTS = [[n, n + 1] for n in range(8)]
@@ -52,25 +63,54 @@ async def test_requests_pause_at_a_failover_and_go_on_with_the_same_tokens(watch
         assert (await redis.info("server"))["tcp_port"] == watched.replica
 
 
+class Gateway:
+    """The gateway's own follower and table over its own queue client: a gateway without HTTP."""
+
+    def __init__(self, deployment: Deployment) -> None:
+        metrics = GatewayMetrics(CollectorRegistry())
+        self.queue = GatewayQueue(deployment.connection(), KEYS, "gateway", deployment.limits)
+        self.table = JobTable(metrics, LatencyTargets(ttft_s=2.0, tpot_s=0.1), Holdings(1 << 30))
+        self.follower = ResultFollower(
+            self.queue, self.table, metrics, lease_s=1.0, own_lease_s=30, request_timeout_s=60
+        )
+        self.codec = TextCodec(Tokenizer(WordLevel({"a": 0})), SpecialTokens(bos_token=None, eos_token=None))
+
+    async def ask(self, prompt: list[int], max_tokens: int) -> Choice:
+        ids = array("i", prompt)
+        request = GenerateRequest(
+            id=f"request-{prompt[0]}",
+            attempt=1,
+            token_ids=[],
+            prompt_len=len(prompt),
+            sampling=SamplingParams(max_tokens=max_tokens),
+            deadline_ms=0,
+            priority=5,
+            tenant="tenant",
+            reply_to="gateway",
+            prompt=prompt_name("tenant", ids.tobytes()),
+        )
+        choice = Choice(0, request, ids, self.codec, Rendering())
+        job = Job(job_id=request.id, choices=[choice], n=1, tenant="tenant", created=0, arrived=time.monotonic())
+        self.table.add(job)
+        [granted] = await self.queue.admit([request], timeout_s=60, prompts=job.prompts)
+        choice.grant(granted)
+        job.admitted = True
+        return choice
+
+
 async def test_what_a_failover_loses_though_it_was_acknowledged_is_made_good(watched: Watched) -> None:
     """The replica has neither the last tokens nor a whole request when it becomes the primary."""
     async with Deployment(watched.url, lease_s=2.0, max_attempts=8) as deployment:
         engine = SteppingEngine(step_s=0.05)
         deployment.worker(engine=engine)
         deployment.scheduler()
-        queue = GatewayQueue(deployment.connection(), KEYS, "g1", deployment.limits)
-        gateway = Gateway(queue, lease_s=1.0, own_lease_s=30)
+        gateway = Gateway(deployment)
         following = asyncio.create_task(gateway.follower.run())
-
-        async def ask(prompt: list[int]) -> Choice:
-            job = await gateway.admit(request_of(f"request-{prompt[0]}", prompt, max_tokens=80), timeout_s=60)
-            return job.choices[0]
-
-        choices = [await ask(prompt) for prompt in PROMPTS]
+        choices = [await gateway.ask(prompt, 80) for prompt in PROMPTS]
         await eventually(lambda: all(choice.generated for choice in choices))
         await asyncio.to_thread(watched.cut_replica)
         before = [len(choice.generated) for choice in choices]
-        choices.append(await ask([99]))
+        choices.append(await gateway.ask([99], 80))
         await eventually(lambda: choices[-1].generated and all(len(c.generated) > n for c, n in zip(choices, before)))  # noqa: B905
         assert not any(choice.finish for choice in choices)
         await asyncio.to_thread(watched.lose_primary)

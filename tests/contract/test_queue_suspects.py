@@ -11,7 +11,8 @@ from services.queue.limits import QueueLimits
 
 async def lose_worker(bench, name: str) -> None:
     """It dies, and its gateway resubmits what it hears is lost."""
-    await bench.lapse(name, bench.keys.workers)
+    await bench.expire_lease(bench.keys.workers, name)
+    await bench.scheduler.reap(bench.epoch)
     for request_id, attempt in bench.lost(await bench.events()):
         await bench.gateway.resubmit(structs.replace(bench.request(request_id), attempt=attempt))
 
@@ -48,7 +49,21 @@ async def test_what_died_without_a_token_runs_alone_until_it_has_one(bench):
     assert await give(bench, [item for item in later if item.request.id == "new"], "w2") == []
 
 
+async def test_a_suspect_with_a_token_is_none_any_more(bench):
+    await bench.add_worker("w1")
+    await bench.run_on("w1", bench.request("a"))
+    await lose_worker(bench, "w1")
+    await bench.add_worker("w2")
+    assert await give(bench, await claim(bench), "w2") == ["a"]
+    again = structs.replace(bench.request("a"), attempt=2)
+    await bench.worker.publish("w2", [bench.token(again, 0)])
+    await bench.admit(bench.request("b"))
+    assert await give(bench, await claim(bench), "w2") == ["b"]
+    assert not await bench.redis.exists(f"{bench.keys.prefix}suspects")
+
+
 async def test_a_suspect_does_not_join_others_that_have_no_token(bench):
+    await bench.add_worker("w1")
     await bench.run_on("w1", bench.request("a"))
     await lose_worker(bench, "w1")
     suspect = await claim(bench)
@@ -62,6 +77,7 @@ async def test_a_suspect_does_not_join_others_that_have_no_token(bench):
 
 
 async def test_only_the_suspect_fails_when_its_worker_dies_with_others(bench):
+    await bench.add_worker("w1")
     await bench.run_on("w1", bench.request("poison"))
     await lose_worker(bench, "w1")
     for life in range(2, 4):
@@ -103,14 +119,17 @@ async def deaths(bench, request_id: str, sends) -> int:
     raise AssertionError("it lives")
 
 
-@pytest.mark.parametrize(("what", "lives"), [("scores", 3), ("a token", 4)])
-async def test_what_dies_after_as_much_each_time_is_stuck_and_scores_are_no_token(bench, what, lives):
-    sends = scores if what == "scores" else lambda request: bench.token(request, 0)
-    assert await deaths(bench, "poison", sends) == lives
+async def test_scores_of_a_prompt_are_no_token(bench):
+    assert await deaths(bench, "poison", scores) == 3
     assert [letter.request.id for letter in await bench.dead.list()] == ["poison"]
 
 
-async def test_a_suspect_runs_alone_until_it_has_sent_a_token_and_not_scores_alone(bench):
+async def test_what_dies_after_one_token_each_time_is_stuck(bench):
+    assert await deaths(bench, "poison", lambda request: bench.token(request, 0)) == 4
+
+
+async def test_a_suspect_that_sent_scores_still_runs_alone(bench):
+    await bench.add_worker("w1")
     await bench.run_on("w1", bench.request("a"))
     await lose_worker(bench, "w1")
     await bench.add_worker("w2")
@@ -121,7 +140,6 @@ async def test_a_suspect_runs_alone_until_it_has_sent_a_token_and_not_scores_alo
     assert await give(bench, await claim(bench), "w2") == []
     await bench.worker.publish("w2", [scores(a.request), bench.token(a.request, 0)])
     assert await give(bench, await claim(bench), "w2") == ["b"]
-    assert not await bench.redis.exists(f"{bench.keys.prefix}suspects")
 
 
 @pytest.mark.parametrize("queue_limits", [QueueLimits(max_attempts=8, max_stuck=8)])
@@ -146,6 +164,7 @@ async def test_what_failed_often_is_a_suspect_whatever_it_sent_until_tokens_of_t
 
 async def test_an_attempt_of_which_scores_were_sent_is_lost_and_not_queued_again(bench):
     """Its gateway has them already, and would get them twice."""
+    await bench.add_worker("w")
     (request,) = await bench.run_on("w", bench.request("a"))
     await bench.worker.publish("w", [scores(request)])
     assert await bench.worker.hand_back("w") == set()
@@ -155,6 +174,7 @@ async def test_an_attempt_of_which_scores_were_sent_is_lost_and_not_queued_again
 
 async def lose_one_with_a_suspect(bench) -> None:
     """The worker "w1" died, and had sent nothing of the request "suspect"."""
+    await bench.add_worker("w1")
     await bench.run_on("w1", bench.request("suspect"))
     await lose_worker(bench, "w1")
 

@@ -26,10 +26,12 @@ async def test_taking_up_a_queued_request_keeps_its_place(bench):
     assert await bench.gateway.survey({"a": 1}) == {"a": ("moved", 1)}
     assert not await bench.gateway.resubmit(next_attempt(admitted[0], 2))
     assert await bench.gateway.resync("a", 1) is None
-    assert (await bench.lapse("g1", bench.keys.gateways)).cancelled == 1  # b alone
+    await bench.expire_lease(bench.keys.gateways, "g1")
+    assert (await bench.scheduler.reap(bench.epoch)).cancelled == 1  # b alone
 
 
-async def test_taking_up_a_request_under_way_or_resubmitted_starts_from_scratch(bench):
+async def test_taking_up_a_request_under_way_starts_from_scratch(bench):
+    await bench.add_worker("w")
     (request,) = await bench.run_on("w", bench.request("a"))
     await bench.admit(bench.request("b"))
     await bench.worker.publish("w", [bench.token(request, 0)])
@@ -40,14 +42,19 @@ async def test_taking_up_a_request_under_way_or_resubmitted_starts_from_scratch(
     claimed = await bench.claim()
     assert [item.id for item in claimed] == ["a", "b"]
     assert claimed[0] == taken
-    await bench.assign("w", taken)
-    await bench.lapse("a")
-    g2 = bench.new_gateway("g2")
-    assert await g2.resubmit(structs.replace(next_attempt(request, 3, delivered=1), reply_to="g2"))
-    taken = await bench.new_gateway("g3").take_up(structs.replace(request, reply_to="g3"), timeout_s=60)
-    assert taken.attempt == 4
+
+
+async def test_taking_up_a_resubmitted_request_drops_what_the_former_client_got(bench):
+    await bench.add_worker("w")
+    (request,) = await bench.run_on("w", bench.request("a"))
+    await bench.worker.publish("w", [bench.token(request, 0)])
+    await bench.expire_lease(bench.keys.leases, "a")
+    await bench.scheduler.reap(bench.epoch)
+    await bench.gateway.resubmit(next_attempt(request, 2, delivered=1))
+    taken = await bench.new_gateway("g2").take_up(structs.replace(request, reply_to="g2"), timeout_s=60)
+    assert taken.attempt == 3
     (claimed,) = await bench.claim()
-    assert claimed.token_ids == request.token_ids  # without what the former client got
+    assert claimed.token_ids == request.token_ids
 
 
 @pytest.mark.parametrize("state", ["queued", "running", "cancelled"])
@@ -69,7 +76,8 @@ async def test_a_take_up_that_redis_forgot_is_made_good_by_the_heir(bench, state
     assert await bench.gateway.cancel(["a"]) == 0
     (claimed,) = await bench.claim()
     assert (claimed.reply_to, claimed.attempt, claimed.delivered) == ("g2", 3, 1)
-    assert (await bench.lapse("g1", bench.keys.gateways)).cancelled == 0
+    await bench.expire_lease(bench.keys.gateways, "g1")
+    assert (await bench.scheduler.reap(bench.epoch)).cancelled == 0
 
 
 @pytest.mark.parametrize("queue_limits", [QueueLimits(max_requests=2)])
@@ -94,7 +102,8 @@ async def test_dead_letters_are_listed_shown_retried_and_dropped(bench):
     for i in range(5):
         await bench.run_on("w", bench.request(f"d{i}"))
         await asyncio.sleep(0.002)
-        assert (await bench.lapse(f"d{i}")).dead == 1
+        await bench.expire_lease(bench.keys.leases, f"d{i}")
+        assert (await bench.scheduler.reap(bench.epoch)).dead == 1
     assert [letter.request.id for letter in await bench.dead.list()] == ["d4", "d3", "d2"]
     assert not await bench.redis.exists(bench.keys.dead_letter("d0"))
     letter = await bench.dead.show("d4")
@@ -103,8 +112,9 @@ async def test_dead_letters_are_listed_shown_retried_and_dropped(bench):
     await operator.heartbeat(60)
     retried = await bench.dead.retry("d4", reply_to="operator", timeout_s=60)
     assert retried.attempt == letter.request.attempt + 1
-    (claimed,) = await bench.hand_out("w")
+    (claimed,) = await bench.claim()
     assert claimed == retried
+    await bench.scheduler.assign(bench.epoch, [(claimed, "w")])
     await bench.worker.publish("w", [bench.token(claimed, 0, finish="stop")])
     assert bench.ends(await bench.events("operator")) == [("d4", "stop")]
     await bench.dead.drop("d3")

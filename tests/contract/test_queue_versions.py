@@ -7,11 +7,9 @@ import base64
 import msgspec
 import pytest
 from msgspec import structs
-from testkit.fabric.expert_floor import expert
-from testkit.queue.messages import worker_of
 
 from services.errors import FingerprintMismatch, QueueUnavailable, UnreadableMessage, VersionMismatch
-from services.messages import Cancel, SeatReport
+from services.messages import Cancel, ExpertInfo, SeatReport
 from services.queue import gateway_side, scripts
 from services.queue.expert_side import ExpertQueue
 from services.queue.gateway_side import GatewayQueue, Unreadable
@@ -42,7 +40,7 @@ async def test_prompts_are_named_as_soon_as_everybody_reads_them_so_and_no_longe
     assert not await names_prompts(bench)  # it has not looked yet
     await fresh.look()
     assert await names_prompts(bench)
-    old = structs.replace(worker_of("old"), wire=1)
+    old = structs.replace(bench.worker_info("old"), wire=1)
     await bench.worker.register(old, 60, credit_tokens=1, credit_requests=1)
     await bench.add_worker("new")
     assert {worker.id for worker in await fresh.look()} == {"old", "new"}
@@ -82,11 +80,12 @@ def of_release(monkeypatch):
 
 async def test_members_that_have_no_version_in_common_refuse_to_start_and_name_the_other(bench, of_release):
     of_release(3, 4)
+    info = ExpertInfo(id="e", fingerprint="f", host="h", port=1, memory_bytes=1, pid=1, version="0")
     starts = [
         bench.new_gateway("g2").heartbeat(60),
-        WorkerQueue(bench.redis, bench.keys).register(worker_of("w"), 60, credit_tokens=1, credit_requests=1),
+        WorkerQueue(bench.redis, bench.keys).register(bench.worker_info("w"), 60, credit_tokens=1, credit_requests=1),
         SchedulerQueue(bench.redis, bench.keys).campaign("new", 60),
-        ExpertQueue(bench.redis, bench.keys).join(expert("e"), 60),
+        ExpertQueue(bench.redis, bench.keys).join(info, 60),
     ]
     for start in starts:
         with pytest.raises(VersionMismatch, match=r"read versions 1-2 .* reads 3-4"):
@@ -109,21 +108,39 @@ async def test_members_that_are_gone_keep_nobody_out(bench, of_release):
     assert await bench.redis.smembers(f"{bench.keys.prefix}wires") == {b"3-4"}
 
 
-OTHERS_WORDS: dict[str, list[tuple[str, ...]]] = {
-    "another model": [("SET", "model", "STALE LEADER x")],
-    "a list for a model": [("DEL", "model"), ("RPUSH", "model", "x")],
-    "another version": [("SADD", "wires", "9-9"), ("SET", "wire:9-9", "a release")],
-    "a list for a release": [("DEL", "wire:1-2"), ("RPUSH", "wire:1-2", "x")],
-    "no set": [("SET", "wires", "x")],
-    "very many": [("SADD", "wires", *(f"{n}-{n}" for n in range(5000)))],
-}
-"""What somebody who may write what members agree in can put there: every expert worker's user may."""
+def others_words(bench):
+    """What somebody who may write what members agree in can put there: every expert worker's user may."""
+    model, wires = f"{bench.keys.prefix}model", f"{bench.keys.prefix}wires"
+
+    async def another_model():
+        await bench.redis.set(model, "STALE LEADER x")
+
+    async def a_list_for_a_model():
+        await bench.redis.delete(model)
+        await bench.redis.rpush(model, "x")
+
+    async def another_version():
+        await bench.redis.sadd(wires, "9-9")
+        await bench.redis.set(f"{bench.keys.prefix}wire:9-9", "a release")
+
+    async def a_list_for_a_release():
+        await bench.redis.delete(f"{bench.keys.prefix}wire:1-2")
+        await bench.redis.rpush(f"{bench.keys.prefix}wire:1-2", "x")
+
+    async def no_set():
+        await bench.redis.set(wires, "x")
+
+    async def very_many():
+        await bench.redis.sadd(wires, *(f"{n}-{n}" for n in range(5000)))
+
+    return [another_model, a_list_for_a_model, another_version, a_list_for_a_release, no_set, very_many]
 
 
-@pytest.mark.parametrize("words", OTHERS_WORDS.values(), ids=OTHERS_WORDS)
-async def test_members_that_are_there_put_right_what_no_member_wrote_and_go_on(bench, words):
+@pytest.mark.parametrize("number", range(6))
+async def test_members_that_are_there_put_right_what_no_member_wrote_and_go_on(bench, number):
     experts = ExpertQueue(bench.redis, bench.keys, bench.limits)
-    await experts.join(expert("e"), 60)
+    info = ExpertInfo(id="e", fingerprint="f", host="h", port=1, memory_bytes=1, pid=1, version="0")
+    await experts.join(info, 60)
     await bench.add_worker("w")
     gateway = bench.new_gateway("g2")
     await gateway.heartbeat(60, "f")
@@ -134,13 +151,9 @@ async def test_members_that_are_there_put_right_what_no_member_wrote_and_go_on(b
         lambda: bench.worker.heartbeat("w", {}),
         lambda: bench.add_worker("w"),
         lambda: experts.heartbeat("e", SeatReport(status="waiting")),
-        lambda: experts.join(expert("e"), 60),
+        lambda: experts.join(info, 60),
     ]
-
-    async def harm() -> None:
-        for command, key, *values in words:
-            await bench.redis.execute_command(command, bench.keys.prefix + key, *values)
-
+    harm = others_words(bench)[number]
     for beat in beats:
         await harm()
         await beat()
@@ -198,33 +211,19 @@ async def test_a_key_of_another_type_is_an_error_that_callers_know_and_outlast(b
         await bench.gateway.heartbeat(60)
 
 
-USERS = {"attention worker": "attention", "expert worker": "experts"}
-
-
 class Counted:
-    """A quarantine, and the kinds of what was put into it."""
-
     def __init__(self, bench, reader: str) -> None:
-        self._bench, self._user = (
-            bench,
-            {"attention worker": "attention", "expert worker": "experts"}.get(reader, reader),
-        )
         self.kinds: list[str] = []
-        scripts = Scripts(bench.redis, bench.keys, bench.limits)
-        self.quarantine = Quarantine(scripts, reader, self.kinds.append)
-
-    def of(self, side, *more):
-        """A side of the queue that puts there what it cannot read."""
-        redis = self._bench.user(self._user)
-        return side(redis, self._bench.keys, *more, self._bench.limits, quarantine=self.quarantine)
+        self.quarantine = Quarantine(Scripts(bench.redis, bench.keys, bench.limits), reader, self.kinds.append)
 
 
 async def test_events_that_cannot_be_read_are_logged_counted_and_kept_and_others_come_through(bench):
+    await bench.add_worker("w")
     (request, other) = await bench.run_on("w", bench.request("bad"), bench.request("good"))
     await bench.redis.xadd(bench.keys.results("g1"), {request.id: JUNK})
     await bench.worker.publish("w", [bench.token(other, 0)])
     counted = Counted(bench, "gateway")
-    gateway = counted.of(GatewayQueue, "g1")
+    gateway = GatewayQueue(bench.redis, bench.keys, "g1", bench.limits, quarantine=counted.quarantine)
     _, (bad, good) = await gateway.follow("0-0", 0)
     assert isinstance(bad, Unreadable)
     assert bad.request_id == "bad"
@@ -237,6 +236,7 @@ async def test_events_that_cannot_be_read_are_logged_counted_and_kept_and_others
 
 async def test_a_result_stream_names_its_version_to_those_who_look_and_to_no_others(bench):
     """An earlier release reads each field of an entry as events."""
+    await bench.add_worker("w")
     (request,) = await bench.run_on("w", bench.request())
     await bench.worker.publish("w", [bench.token(request, 0)])
     ((_, fields),) = await bench.redis.xrange(bench.keys.results("g1"))
@@ -244,17 +244,14 @@ async def test_a_result_stream_names_its_version_to_those_who_look_and_to_no_oth
     assert msgspec.msgpack.decode(fields[b"wire:2"]) == []
 
 
-@pytest.mark.parametrize("body", [JUNK, b"\xc1", None], ids=["of a later release", "damaged", "missing"])
-async def test_a_request_that_cannot_be_read_ends_with_an_error_and_no_scheduler_with_it(bench, body):
-    await bench.admit(bench.request("bad"), bench.request("good"))
-    if body is None:
-        await bench.redis.hdel(bench.keys.request("bad"), "body")
-    else:
-        await bench.redis.hset(bench.keys.request("bad"), "body", body)
+async def test_a_request_that_cannot_be_read_ends_with_an_error(bench):
+    (request,) = await bench.admit(bench.request())
+    await bench.admit(bench.request("good"))
+    await bench.redis.hset(bench.keys.request(request.id), "body", JUNK)
     counted = Counted(bench, "scheduler")
-    scheduler = counted.of(SchedulerQueue)
+    scheduler = SchedulerQueue(bench.redis, bench.keys, bench.limits, quarantine=counted.quarantine)
     assert [claim.request.id for claim in await scheduler.claim(bench.epoch, 10)] == ["good"]
-    assert bench.ends(await bench.events()) == [("bad", "internal_error")]
+    assert bench.ends(await bench.events()) == [(request.id, "internal_error")]
     assert counted.kinds == ["request"]
 
 
@@ -264,7 +261,7 @@ async def test_an_inbox_message_that_cannot_be_read_is_left_out(bench):
     await bench.redis.xadd(bench.keys.inbox("w"), {"something": "else"})
     await bench.run_on("w", bench.request("good"))
     counted = Counted(bench, "attention worker")
-    worker = counted.of(WorkerQueue)
+    worker = WorkerQueue(bench.redis, bench.keys, bench.limits, quarantine=counted.quarantine)
     _, messages = await worker.read_inbox("w", "0-0", 0)
     assert [message.request.id for message in messages] == ["good"]
     assert counted.kinds == ["inbox"]
@@ -280,7 +277,7 @@ async def test_a_worker_record_that_cannot_be_read_stops_nobody(bench, record):
         await bench.redis.delete(bench.keys.worker("bad"))
         await bench.redis.set(bench.keys.worker("bad"), "no hash")
     counted = Counted(bench, "scheduler")
-    scheduler = counted.of(SchedulerQueue)
+    scheduler = SchedulerQueue(bench.redis, bench.keys, bench.limits, quarantine=counted.quarantine)
     for _ in range(3):
         assert [state.info.id for state in await scheduler.workers()] == ["good"]
         assert [worker.id for worker in await bench.gateway.look()] == ["good"]
@@ -290,11 +287,12 @@ async def test_a_worker_record_that_cannot_be_read_stops_nobody(bench, record):
 async def test_records_of_seats_that_cannot_be_read_leave_the_others(bench):
     experts = ExpertQueue(bench.redis, bench.keys, bench.limits)
     for name in ("bad", "good"):
-        await experts.join(expert(name), 60)
+        info = ExpertInfo(id=name, fingerprint="f", host="h", port=1, memory_bytes=1, pid=1, version="0")
+        await experts.join(info, 60)
         await experts.heartbeat(name, SeatReport(status="waiting"))
     await bench.redis.hset(bench.keys.seat("bad"), mapping={"info": JUNK, "rows": JUNK, "assignment": JUNK})
     counted = Counted(bench, "scheduler")
-    registry = counted.of(SeatRegistry)
+    registry = SeatRegistry(bench.redis, bench.keys, bench.limits, quarantine=counted.quarantine)
     assert [seat.info.id for seat in await registry.seats()] == ["good"]
     assert await registry.rows() == {}
     assert await registry.groups() == []
@@ -306,9 +304,9 @@ async def test_a_load_or_a_table_that_cannot_be_read_counts_as_none(bench):
     counted = Counted(bench, "scheduler")
     await bench.redis.set(bench.keys.load("w"), JUNK)
     await bench.redis.set(bench.keys.load("g1"), JUNK)
-    loads = await counted.of(LoadReader).loads()
+    loads = await LoadReader(bench.redis, bench.keys, bench.limits, quarantine=counted.quarantine).loads()
     assert (dict(loads.workers), dict(loads.gateways)) == ({"w": None}, {})
-    reader = counted.of(TableReader)
+    reader = TableReader(bench.redis, bench.keys, bench.limits, quarantine=counted.quarantine)
     await bench.redis.xadd(bench.keys.table, {"t": JUNK}, id="5-0")
     assert await reader.read_table(0) is None
     table = RoutingTable(epoch=6, fingerprint="f", num_experts=1, groups=())
@@ -319,8 +317,9 @@ async def test_a_load_or_a_table_that_cannot_be_read_counts_as_none(bench):
 
 async def test_an_assignment_that_cannot_be_read_leaves_the_former_one(bench):
     counted = Counted(bench, "expert worker")
-    experts = counted.of(ExpertQueue)
-    await experts.join(expert("e"), 60)
+    experts = ExpertQueue(bench.redis, bench.keys, bench.limits, quarantine=counted.quarantine)
+    info = ExpertInfo(id="e", fingerprint="f", host="h", port=1, memory_bytes=1, pid=1, version="0")
+    await experts.join(info, 60)
     await bench.redis.hset(bench.keys.seat("e"), mapping={"digest": "d", "assignment": JUNK})
     orders = await experts.heartbeat("e", SeatReport(status="waiting"))
     assert orders.assignment is None
@@ -329,7 +328,7 @@ async def test_an_assignment_that_cannot_be_read_leaves_the_former_one(bench):
 
 async def test_the_quarantine_is_bounded(bench):
     counted = Counted(bench, "gateway")
-    gateway = counted.of(GatewayQueue, "g1")
+    gateway = GatewayQueue(bench.redis, bench.keys, "g1", bench.limits, quarantine=counted.quarantine)
     last_id = "0-0"
     for number in range(80):
         await bench.redis.xadd(bench.keys.results("g1"), {f"r{number}": b"\xc1" * 100_000})
@@ -348,18 +347,30 @@ async def test_a_prompt_that_went_with_its_request_is_no_damage_and_hides_none(b
     await bench.gateway.cancel(["left"])
     await bench.redis.delete(*await bench.redis.keys(bench.keys.prompt("*")))
     counted = Counted(bench, "attention worker")
-    worker = counted.of(WorkerQueue)
+    worker = WorkerQueue(bench.user("attention"), bench.keys, bench.limits, quarantine=counted.quarantine)
     _, messages = await worker.read_inbox("w", "0-0", 0)
     assert messages == [Cancel("left", 1)]
     assert counted.kinds == ["inbox", "inbox"]
     assert {kept.source for kept in await quarantined(bench.redis, bench.keys)} == {"damaged", "damaged too"}
 
 
+async def test_a_record_without_a_body_ends_with_an_error_and_no_scheduler_with_it(bench):
+    await bench.admit(bench.request("bad"), bench.request("good"))
+    await bench.redis.hdel(bench.keys.request("bad"), "body")
+    counted = Counted(bench, "scheduler")
+    scheduler = SchedulerQueue(bench.user("scheduler"), bench.keys, bench.limits, quarantine=counted.quarantine)
+    assert [claim.request.id for claim in await scheduler.claim(bench.epoch, 10)] == ["good"]
+    assert bench.ends(await bench.events()) == [("bad", "internal_error")]
+    assert counted.kinds == ["request"]
+
+
 @pytest.mark.parametrize("queue_limits", [QueueLimits(max_attempts=1)])
 async def test_a_record_without_a_body_is_buried_as_others_are(bench):
+    await bench.add_worker("w")
     await bench.run_on("w", bench.request("bad"))
     await bench.redis.hdel(bench.keys.request("bad"), "body")
-    assert (await bench.lapse("bad")).dead == 1
+    await bench.expire_lease(bench.keys.leases, "bad")
+    assert (await bench.scheduler.reap(bench.epoch)).dead == 1
     assert bench.ends(await bench.events()) == [("bad", "attempts_exhausted")]
     assert await bench.dead.list() == []
     await bench.dead.drop("bad")

@@ -187,3 +187,11 @@ async def test_it_sleeps_whole_and_wakes_with_the_first_request(stage):
     assert await stage.turns(stage.leader(), 1) == asleep, "a successor lets it sleep"
     await stage.bench.admit(stage.bench.request("r"))
     assert await stage.turns(leader, 1) == {HOT: 1, COLD: 1, ATTENTION: 1, GATEWAY: 1}
+
+
+async def test_a_request_between_two_looks_keeps_it_awake(stage):
+    leader = stage.leader()
+    for _ in range(5):
+        await stage.turns(leader, 10)
+        stage.came += 1
+    assert (await stage.turns(leader, 1))[ATTENTION] == 1

@@ -135,6 +135,7 @@ async def test_a_step_of_redis_clock_keeps_nobody_out(stepping: tuple[RedisServe
 async def test_a_stream_that_began_again_behind_what_was_read_is_read(stepping: tuple[RedisServer, Bench]) -> None:
     """Redis forgot it, and its clock stepped back: the ids of its entries are below those that the reader knows."""
     server, bench = stepping
+    await bench.add_worker("w")
     (request,) = await bench.run_on("w", bench.request())
     await bench.worker.publish("w", [bench.token(request, 0)])
     last_id, events = await bench.gateway.follow(FIRST_ID, 0)

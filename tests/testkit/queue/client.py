@@ -12,14 +12,13 @@ from redis.asyncio import Redis
 
 from services.errors import RequestError
 from services.gateway.job import Choice, Job
-from services.messages import AttemptLost, FinishReason, GenerateRequest, TokenEvent
+from services.messages import AttemptLost, FinishReason, GenerateRequest, SamplingParams, TokenEvent
 from services.queue.gateway_side import GatewayQueue, Result
 from services.queue.keys import Keys
 from services.queue.limits import QueueLimits
 from testkit.models.stepping import continuation
 from testkit.processes.background import ended
 from testkit.queue.gateway import Gateway
-from testkit.queue.messages import request_of
 
 
 @dataclass
@@ -121,7 +120,17 @@ class Client(Gateway):
         return await asyncio.gather(*(self._submit(prompt, max_tokens, timeout_s) for prompt in prompts))
 
     async def _submit(self, prompt: list[int], max_tokens: int, timeout_s: float) -> Stream:
-        request = request_of(uuid.uuid4().hex, prompt, max_tokens=max_tokens, reply_to=self.incarnation)
+        request = GenerateRequest(
+            id=uuid.uuid4().hex,
+            attempt=1,
+            token_ids=list(prompt),
+            prompt_len=len(prompt),
+            sampling=SamplingParams(max_tokens=max_tokens),
+            deadline_ms=0,
+            priority=5,
+            tenant="tenant",
+            reply_to=self.incarnation,
+        )
         stream = self.streams[request.id]
         stream.job = await self.admit(request, timeout_s=timeout_s)
         stream.job.when_done(stream.ended.set)

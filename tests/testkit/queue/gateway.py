@@ -58,7 +58,6 @@ class Gateway:
         lease_s: float = 600.0,
         own_lease_s: float | None = None,
         hear: Callable[[Result], None] | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         metrics = GatewayMetrics(CollectorRegistry())
         self.queue = queue
@@ -70,7 +69,6 @@ class Gateway:
             lease_s=lease_s,
             own_lease_s=lease_s if own_lease_s is None else own_lease_s,
             request_timeout_s=3600,
-            clock=clock,
         )
         self._hear = hear
         self._read, queue.follow = queue.follow, self._follow
@@ -97,10 +95,6 @@ class Gateway:
         """Reads once, and makes the calls that follow from it."""
         await self.follower._read(0)
         await self.finish_calls()
-
-    async def resync(self, request_id: str) -> None:
-        """As where events of the request are missing."""
-        await self.follower._resync(*self.table._owners[request_id])
 
     async def survey(self) -> None:
         await self.follower._heartbeat()

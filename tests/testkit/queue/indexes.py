@@ -45,7 +45,7 @@ async def check(bench: Any) -> None:
 
 
 def check_contents(found: Contents) -> None:
-    records = under(found, "req:")
+    records = _under(found, "req:")
     by_state = {state: {i for i, r in records.items() if r["state"] == state} for state in LIVE}
     live = set().union(*by_state.values())
     _check_queues(found, by_state["queued"])
@@ -54,30 +54,29 @@ def check_contents(found: Contents) -> None:
     _check_credit(found, records)
     _check_prompts(found, [record for record in records.values() if record["state"] in LIVE])
     for kind, name in (("tenant:", "tenant"), ("owned:", "reply_to")):
-        indexed = {(key, member) for key, members in under(found, kind).items() for member in members}
+        indexed = {(key, member) for key, members in _under(found, kind).items() for member in members}
         assert indexed == {(records[request_id][name], request_id) for request_id in live}
 
 
-def under(found: Contents, prefix: str) -> dict[str, Any]:
-    """Of the keys that begin with ``prefix``, by the rest of their names."""
+def _under(found: Contents, prefix: str) -> dict[str, Any]:
     return {name.removeprefix(prefix): content for name, content in found.items() if name.startswith(prefix)}
 
 
 def _check_queues(found: Contents, queued: set[str]) -> None:
-    waiting = {name: members for name, members in under(found, "queue:").items() if name[0].isdigit()}
+    waiting = {name: members for name, members in _under(found, "queue:").items() if name[0].isdigit()}
     parts = [member.split(":", 2) for members in waiting.values() for member in members]
     assert {request_id for _, _, request_id in parts} == queued == set(found.get("deadlines", ()))
     stats = found.get("queue:stats", {})
     assert int(stats.get("requests", 0)) == len(parts) == len(queued)
     assert int(stats.get("tokens", 0)) == sum(int(cost) for _, cost, _ in parts)
-    rings, deficits = under(found, "ring:"), under(found, "deficit:")
+    rings, deficits = _under(found, "ring:"), _under(found, "deficit:")
     assert {name: sorted(ring) for name, ring in rings.items()} == {name: sorted(d) for name, d in deficits.items()}
     assert Counter(f"{name}:{tenant}" for name, ring in rings.items() for tenant in ring) == Counter(waiting.keys())
 
 
 def _check_credit(found: Contents, records: Mapping[str, Any]) -> None:
-    held = under(found, "held:")
-    for name, worker in under(found, "worker:").items():
+    held = _under(found, "held:")
+    for name, worker in _under(found, "worker:").items():
         mine = {i: r["cost"] for i, r in records.items() if r.get("holder") == name and r["state"] == "running"}
         assert held.get(name, {}) == mine
         assert int(worker["outstanding_tokens"]) == sum(map(int, mine.values()))
@@ -85,8 +84,8 @@ def _check_credit(found: Contents, records: Mapping[str, Any]) -> None:
 
 def _check_prompts(found: Contents, live: list[dict[str, str]]) -> None:
     """Each prompt is there as long as a record or a dead letter needs it, and counts those."""
-    dead = [letter["prompt"] for letter in under(found, "dead:").values()]
+    dead = [letter["prompt"] for letter in _under(found, "dead:").values()]
     needed = Counter([record["prompt"] for record in live] + dead)
     del needed[""]
-    assert set(under(found, "prompt:")) == set(needed)
-    assert {name: int(refs) for name, refs in under(found, "prompt_refs:").items()} == dict(needed)
+    assert set(_under(found, "prompt:")) == set(needed)
+    assert {name: int(refs) for name, refs in _under(found, "prompt_refs:").items()} == dict(needed)

@@ -1,5 +1,5 @@
-"""Gateways, and simulated workers and leaders, over a real queue: they follow its contract, die, forget, stand still
-and lose replies. :class:`World` compares Redis with :class:`testkit.queue.model.Model` after every call.
+"""Simulated gateways, workers and leaders over a real queue: they follow its contract, die, forget, stand still and
+lose replies. :class:`World` compares Redis with :class:`testkit.queue.model.Model` after every call.
 """
 
 from __future__ import annotations
@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import random
-import zlib
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,22 +15,27 @@ from msgspec import structs
 from redis.asyncio import Redis
 
 from services.errors import ExpertUnavailable, StaleLeader, TooManyRequests
-from services.gateway.job import Choice, Job
-from services.messages import AttemptLost, Cancel, GenerateRequest, TokenEvent, decode_results
+from services.messages import (
+    AttemptLost,
+    Cancel,
+    GenerateRequest,
+    SamplingParams,
+    TokenEvent,
+    WorkerInfo,
+    decode_results,
+)
 from services.queue.death_notices import DeathNotices
-from services.queue.gateway_side import FIRST_ID, GatewayQueue, Result
+from services.queue.gateway_side import FIRST_ID, GatewayQueue
 from services.queue.keys import Keys
 from services.queue.limits import QueueLimits
 from services.queue.scheduler_side import SchedulerQueue
-from services.queue.scripts import load_scripts
 from services.queue.worker_side import WorkerQueue
-from services.runtime.tasks import end_tasks
-from testkit.queue.gateway import Gateway
-from testkit.queue.indexes import Contents, check_contents, contents, under
-from testkit.queue.messages import request_of, worker_of
+from services.wire import WIRE
+from testkit.queue.contract_gateway import SimGateway
+from testkit.queue.indexes import Contents, check_contents, contents
 from testkit.queue.model import LIVE, Model
-from testkit.queue.redis_server import RedisServer
 from testkit.queue.steered import CLOCK, Fate, Operation, Persistent, SteeredRedis, stepped_scripts
+from testkit.queue.world import text
 
 LEASE_S = 6.0
 LIMITS = QueueLimits(
@@ -45,31 +49,6 @@ LIMITS = QueueLimits(
 )
 NO_REPLICA = ExpertUnavailable("No replica.").info()
 NOON = 1_700_000_000_000
-
-
-def drawn(request_id: str, index: int) -> int:
-    """The token that any worker draws there: a replay draws the same."""
-    return zlib.crc32(f"{request_id}:{index}".encode()) % 1000
-
-
-def text(request: GenerateRequest) -> list[int]:
-    """All tokens of a request; one that divides by 9 stops it."""
-    tokens: list[int] = []
-    while len(tokens) < request.sampling.max_tokens:
-        tokens.append(drawn(request.id, len(tokens)))
-        if tokens[-1] % 9 == 0:
-            break
-    return tokens
-
-
-def as_drawn(event: Result) -> None:
-    if isinstance(event, TokenEvent) and event.token_id is not None:
-        assert event.token_id == drawn(event.request_id, event.index)
-
-
-def undisturbed() -> Fate:
-    """Of each call of an operation."""
-    return "go"
 
 
 @dataclass(kw_only=True)
@@ -89,13 +68,8 @@ class Worker(Actor):
 
 
 @dataclass(kw_only=True)
-class Frontend(Actor):
-    gateway: Gateway
-
-    @property
-    def jobs(self) -> list[Job]:
-        """Of clients that wait here."""
-        return [job for job in self.gateway.table.jobs() if job.admitted]
+class Gateway(Actor):
+    sim: SimGateway
 
 
 @dataclass(kw_only=True)
@@ -105,34 +79,28 @@ class Leader(Actor):
 
 
 class World:
-    """The actors, and what each of them may do. ``redis`` is the test's own connection.
+    """The actors, and what each of them may do. ``redis`` is the test's own connection."""
 
-    With ``server``, whose clock steps, time is the server's own, which no model follows: indexes alone are checked.
-    """
-
-    def __init__(self, redis: Redis, server: RedisServer | None = None) -> None:
-        self.redis, self.keys, self._server = redis, Keys("test"), server
+    def __init__(self, redis: Redis) -> None:
+        self.redis, self.keys = redis, Keys("test")
         self.draw = random.Random(0)
         self.model = Model(LIMITS)
-        self.choices: dict[str, Choice] = {}  # as the last client of each request sees it
-        self.fates: dict[str, str] = {}  # of requests whose clients never saw an end
-        self.gateways: dict[str, Frontend] = {}
+        self.ends: dict[str, list[str]] = {}
+        self.gateways: dict[str, Gateway] = {}
         self.workers: dict[str, Worker] = {}
         self.leader: Any = None
         self._former: list[Leader] = []
         """Leaders that stand still in the midst of something."""
-        self._scripts = load_scripts() if server else stepped_scripts()
+        self._scripts = stepped_scripts()
         self._names = {script.sha: name for name, script in self._scripts.items()}
         self._read: dict[str, str] = {}
         self._count = 0
         self._calm = False  # whether replies alone are compared, because nothing is disturbed any more
-        self._ahead_s = 0
         self._saved: tuple[dict[bytes, tuple[int, bytes]], Model] | None = None
 
     async def start(self) -> None:
         await self.redis.flushall()
-        if self._server is None:
-            await self.redis.set(CLOCK, NOON)
+        await self.redis.set(CLOCK, NOON)
         for script in self._scripts.values():
             await self.redis.script_load(script.text)
         await self.new_leader()
@@ -160,24 +128,10 @@ class World:
         actor.operation = None
 
     async def whole(self, actor: Actor, work: Coroutine[Any, Any, None]) -> None:
-        await self.run(actor, work, undisturbed)
+        await self.run(actor, work, lambda: "go")
 
-    async def act(self, kind: str, action: str, next_fate: Callable[[], Fate | None] = undisturbed) -> None:
-        """An operation of one who is not in the midst of another."""
-        if idle := self.idle(kind):
-            actor = self.draw.choice(idle)
-            await self.run(actor, getattr(self, action)(actor), next_fate)
-
-    async def all_act(self, kind: str, *actions: str) -> None:
-        """Operations of all who are not in the midst of another, undisturbed."""
-        for actor in self.idle(kind):
-            for action in actions:
-                await self.whole(actor, getattr(self, action)(actor))
-
-    def idle(self, kind: str) -> list[Any]:
-        """Those of a kind ("leader", "gateways", "workers") that are not in the midst of an operation."""
-        actors = [self.leader] if kind == "leader" else [actor for _, actor in sorted(getattr(self, kind).items())]
-        return [actor for actor in actors if actor.operation is None]
+    def idle(self, actors: dict[str, Any]) -> list[str]:
+        return [name for name, actor in actors.items() if actor.operation is None]
 
     @property
     def parked(self) -> list[Actor]:
@@ -190,9 +144,6 @@ class World:
     # After each call
 
     async def _observe(self, script: str, arguments: list[str], reply: Any) -> None:
-        if self._server is not None:
-            check_contents(await contents(self.redis, self.keys.prefix))
-            return
         now, held_until = await self.redis.mget(CLOCK, f"{self.keys.prefix}reclaim_after")
         self.model.now, self.model.held_until = int(now), int(held_until or 0)
         self.model.apply(script, arguments, reply)
@@ -235,8 +186,8 @@ class World:
         name, redis = self._name("g"), self._connection()
         queue = Persistent(GatewayQueue(redis, self.keys, name, LIMITS), self._scripts)  # type: ignore[arg-type]
         self._read[name] = FIRST_ID
-        gateway = Gateway(queue, lease_s=LEASE_S, hear=as_drawn, clock=lambda: 0.0)
-        self.gateways[name] = Frontend(name=name, redis=redis, queue=queue, gateway=gateway)
+        sim = SimGateway(queue, self.ends)  # type: ignore[arg-type]
+        self.gateways[name] = Gateway(name=name, redis=redis, queue=queue, sim=sim)
         await self.whole(self.gateways[name], queue.heartbeat(LEASE_S))
         if self.draw.random() < 0.7:  # the others write as an earlier release does
             await self.whole(self.gateways[name], queue.look())
@@ -245,8 +196,12 @@ class World:
         name, redis = self._name("w"), self._connection()
         queue = Persistent(WorkerQueue(redis, self.keys, LIMITS), self._scripts)  # type: ignore[arg-type]
         self.workers[name] = Worker(name=name, redis=redis, queue=queue)
+        info = WorkerInfo(
+            id=name, model="m", fingerprint="f", kv_tokens=1, max_num_seqs=8, max_model_len=512, host="h", pid=1,
+            version="0", wire=WIRE,
+        )  # fmt: skip
         credit = {"credit_tokens": self.draw.choice([60, 200]), "credit_requests": 6}
-        await self.whole(self.workers[name], queue.register(worker_of(name), LEASE_S, **credit))
+        await self.whole(self.workers[name], queue.register(info, LEASE_S, **credit))
 
     async def new_leader(self) -> None:
         """The former one stands still, or has died: its claims are forgotten."""
@@ -263,38 +218,13 @@ class World:
         await self.whole(self.leader, campaign(self.leader))
 
     async def kill(self, actor: Actor) -> None:
-        await self._drop(actor)
-        self.gateways.pop(actor.name, None)
-        self.workers.pop(actor.name, None)
-        if isinstance(actor, Frontend):
-            self.fates |= dict.fromkeys(actor.gateway.live, "gateway died")
-
-    async def _drop(self, actor: Actor) -> None:
         if actor.operation is not None:
             await actor.operation.drop()
-        if isinstance(actor, Frontend):
-            await end_tasks(list(actor.gateway.follower._tasks))
-
-    async def kill_gateway(self) -> None:
-        """A client of it may come back elsewhere."""
-        if len(self.gateways) < 2:
-            return
-        dead = self.gateways[self.draw.choice(sorted(self.gateways))]
-        jobs = dead.jobs[:1]
-        await self.kill(dead)
-        for heir, job in zip(self.idle("gateways"), jobs, strict=False):
-            await self.whole(heir, self._move(dead, heir, job))
-
-    async def kill_worker(self) -> None:
-        if self.workers:
-            await self.kill(self.workers[self.draw.choice(sorted(self.workers))])
-
-    async def see_a_worker_die(self) -> None:
-        if self.workers:
-            await self.notice_death(self.workers[self.draw.choice(sorted(self.workers))])
-
-    async def add(self) -> None:
-        await (self.add_worker() if len(self.workers) < 3 else self.add_gateway())
+        self.gateways.pop(actor.name, None)
+        self.workers.pop(actor.name, None)
+        if isinstance(actor, Gateway):
+            for request_id in list(actor.sim.live):
+                actor.sim.end(request_id, "gateway died")
 
     async def notice_death(self, worker: Worker) -> None:
         """Its supervisor saw the process end."""
@@ -306,65 +236,59 @@ class World:
 
     # What a gateway does
 
-    async def admit(self, at: Frontend) -> None:
+    async def admit(self, gateway: Gateway) -> None:
         tenant, priority = self.draw.choice("abc"), self.draw.choice([0, 5, 5, 5])
-        batch = [
-            request_of(
-                self._name("r"),
-                range(4),
-                max_tokens=self.draw.randint(1, 12),
-                tenant=tenant,
-                priority=priority,
-                reply_to=at.name,
-            )
-            for _ in range(self.draw.randint(1, 4))
-        ]
+        batch = [self._request(gateway.name, tenant, priority) for _ in range(self.draw.randint(1, 4))]
         try:
-            job = await at.gateway.admit(*batch)
+            admitted = await gateway.queue.admit(batch, timeout_s=10**6)
         except TooManyRequests:
             return
-        self.choices |= {choice.request.id: choice for choice in job.choices}
+        for request in admitted:
+            gateway.sim.live[request.id] = request
+            self.ends[request.id] = []
 
-    async def cancel(self, at: Frontend) -> None:
-        if at.jobs:
-            await at.gateway.abandon(self.draw.choice(at.jobs))
+    def _request(self, gateway: str, tenant: str, priority: int) -> GenerateRequest:
+        return GenerateRequest(
+            id=self._name("r"),
+            attempt=0,
+            token_ids=[0, 1, 2, 3],
+            prompt_len=4,
+            sampling=SamplingParams(max_tokens=self.draw.randint(1, 12)),
+            deadline_ms=0,
+            priority=priority,
+            tenant=tenant,
+            reply_to=gateway,
+        )
 
-    async def take_up(self, heir: Frontend, *, begun: bool = False) -> None:
+    async def cancel(self, gateway: Gateway) -> None:
+        live = gateway.sim.live
+        left = {name: live[name].delivered for name in self.draw.sample(sorted(live), min(2, len(live)))}
+        for request_id in left:
+            gateway.sim.end(request_id, "cancelled")
+        await gateway.queue.cancel(left, left)
+
+    async def take_up(self, heir: Gateway, *, begun: bool = False) -> None:
         """A client comes back to this gateway while the other one lives; ``begun``: to an answer that has begun."""
-        others = [front for name, front in self.gateways.items() if name != heir.name]
-        jobs = [(front, job) for front in others for job in front.jobs]
+        records = self.model.records
+        live = [(o.sim, r) for name, o in self.gateways.items() if name != heir.name for r in sorted(o.sim.live)]
         if begun:
-            streamed = {name for name, record in self.model.records.items() if record.streamed}
-            jobs = [(front, job) for front, job in jobs if any(c.request.id in streamed for c in job.choices)]
-        if jobs:
-            former, job = self.draw.choice(jobs)
-            await self._move(former, heir, job)
-
-    async def _move(self, former: Frontend, heir: Frontend, job: Job) -> None:
-        """The client comes back to ``heir``, and gets its whole answer there."""
-        former.gateway.table.discard(job)
-        fresh = [
-            structs.replace(choice.request, token_ids=choice.prompt.tolist(), prompt="", reply_to=heir.name)
-            for choice in job.choices
-        ]
-        names = {request.id for request in fresh}
-        self.fates = {name: fate for name, fate in self.fates.items() if name not in names}
+            live = [(sim, r) for sim, r in live if r in records and records[r].streamed]
+        if not live:
+            return
+        former, request_id = self.draw.choice(live)
+        request = former.live.pop(request_id)
+        fresh = structs.replace(request, token_ids=request.token_ids[: request.prompt_len], reply_to=heir.name)
         try:
-            job = await heir.gateway.admit(*fresh, resumed=True)
+            heir.sim.live[request.id] = await heir.queue.take_up(fresh, timeout_s=10**6)
         except TooManyRequests:
-            await heir.gateway.finish_calls()
-            self.fates |= dict.fromkeys(names, "refused")
-        else:
-            self.choices |= {choice.request.id: choice for choice in job.choices}
+            self.ends[request.id].append("refused")
 
-    async def pump(self, at: Frontend) -> None:
-        await at.gateway.pump()
+    async def pump(self, gateway: Gateway) -> None:
+        await gateway.sim.pump()
 
-    async def keep_lease(self, at: Frontend) -> None:
-        await at.queue.heartbeat(LEASE_S)
-
-    async def survey(self, at: Frontend) -> None:
-        await at.gateway.survey()
+    async def survey(self, gateway: Gateway) -> None:
+        await gateway.queue.heartbeat(LEASE_S)
+        await gateway.sim.survey()
 
     # What a worker does
 
@@ -427,10 +351,6 @@ class World:
     # What happens to Redis
 
     async def tick(self, ms: int) -> None:
-        if self._server is not None:
-            self._ahead_s += ms // 1000
-            self._server.set_clock(self._ahead_s)
-            return
         await self.redis.incrby(CLOCK, ms)
         if ms < 0:
             self._saved = None  # a clock that goes back and a file that lacks its end are two faults at once
@@ -465,37 +385,37 @@ class World:
         await self.new_leader()
         await self.add_worker()
         for _ in range(200):
-            await self.all_act("leader", "claim", "assign", "reap")
-            await self.all_act("workers", "work", "beat")
-            await self.all_act("gateways", "pump", "survey")
-            records = under(await contents(self.redis, self.keys.prefix), "req:")
-            live = any(record["state"] in LIVE for record in records.values())
-            if not live and not any(at.gateway.live for at in self.gateways.values()):
+            for do in (self.claim, self.assign, self.reap):
+                await self.whole(self.leader, do(self.leader))
+            for worker in list(self.workers.values()):
+                for step in (self.work, self.beat):
+                    await self.whole(worker, step(worker))
+            for gateway in self.gateways.values():
+                for part in (self.pump, self.survey):
+                    await self.whole(gateway, part(gateway))
+            live = any(record.state in LIVE for record in self.model.records.values())
+            if not live and not any(gateway.sim.live for gateway in self.gateways.values()):
                 return
-            await self.tick(2000)
-        raise AssertionError(f"requests are stuck: {records}")
+            await self.tick(1500)
+        raise AssertionError(f"requests are stuck: {self.model.records}")
 
-    async def check_end(self, *fates: str) -> None:
-        """Each request has its whole text, or its client left, or it met one of ``fates``; nothing of any is left."""
-        for request_id, choice in self.choices.items():
-            own = choice.error.code if choice.finish == "error" and choice.error else choice.finish
-            fate = self.fates.get(request_id, own)
-            assert fate in ("stop", "cancelled", *fates), (request_id, fate)
-            assert fate != "stop" or choice.generated.tolist() == text(choice.request)
-        if self._server is None:
-            await self._new_events()
-            self.model.events = []
-            await self._compare("at the end")
+    async def check_end(self) -> None:
+        """Every request has ended once, and nothing of any is left."""
+        assert {request_id: ends for request_id, ends in self.ends.items() if len(ends) != 1} == {}
+        await self._new_events()
+        self.model.events = []
+        await self._compare("at the end")
         left = await contents(self.redis, self.keys.prefix)
         assert {name: count for name, count in left["queue:stats"].items() if count != "0"} == {}
         kinds = ("queue", "ring", "deficit", "leases", "claims", "deadlines", "held", "tenant", "owned")
         assert [name for name in left if name.partition(":")[0] in kinds and name != "queue:stats"] == []
 
     async def close(self) -> None:
-        for actor in self.actors:
-            await self._drop(actor)
-        for at in self.gateways.values():
-            await at.queue._queue._results.close()
+        for actor in self.parked:
+            assert actor.operation is not None
+            await actor.operation.drop()
+        for gateway in self.gateways.values():
+            await gateway.queue._queue._results.close()
         await asyncio.sleep(0)
 
 

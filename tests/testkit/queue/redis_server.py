@@ -92,13 +92,14 @@ class RedisServer:
         self._folder = tempfile.mkdtemp(prefix="emq")
         self.socket = f"{self._folder}/s"
         self.url = f"unix://{self.socket}"
-        users = str(write_users(Path(self._folder), binary))
-        place = ("--port", "0", "--unixsocket", self.socket, "--dir", self._folder, "--aclfile", users)
+        place: tuple[str, ...] = ("--port", "0", "--unixsocket", self.socket, "--dir", self._folder)
+        if "--requirepass" not in options:
+            place += ("--aclfile", str(write_users(Path(self._folder), binary)))
         self._command = [binary, *place, "--save", "", "--loglevel", "warning", *options]
         self._environment: dict[str, str] = {}
         self._process: subprocess.Popen[bytes] | None = None
 
-    def start(self) -> None:
+    def start(self, password: str | None = None) -> None:
         """Start, or start again from the append-only file; returns when it answers."""
         self._process = subprocess.Popen(
             self._command,
@@ -108,7 +109,7 @@ class RedisServer:
             stderr=subprocess.DEVNULL,
         )
         deadline = time.monotonic() + 30
-        with redis.Redis(unix_socket_path=self.socket) as probe:
+        with redis.Redis(unix_socket_path=self.socket, password=password) as probe:
             while not _answers(probe):
                 assert time.monotonic() < deadline, f"{self.binary} does not come up"
                 time.sleep(0.01)

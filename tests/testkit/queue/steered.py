@@ -42,13 +42,12 @@ def stepped_scripts() -> dict[str, Script]:
 
 
 class SteeredRedis:
-    """Stands in for a :class:`redis.asyncio.Redis` of one actor. Of several calls at once one waits for the others."""
+    """Stands in for a :class:`redis.asyncio.Redis` of one actor, which has one call under way at a time."""
 
     def __init__(self, redis: Redis, names: dict[str, str], observe: Observer) -> None:
         """``names`` of scripts by their hash; ``observe`` gets every call that Redis ran: name, arguments, reply."""
         self._redis, self._names, self._observe = redis, names, observe
         self.waiting = asyncio.Event()
-        self._turn = asyncio.Lock()
         self._fate: asyncio.Future[Fate] | None = None
 
     def go(self, fate: Fate) -> None:
@@ -60,10 +59,6 @@ class SteeredRedis:
     async def execute_command(self, *arguments: Any) -> Any:
         if arguments[0] != "EVALSHA":
             return await self._redis.execute_command(*arguments)  # type: ignore[no-untyped-call]
-        async with self._turn:
-            return await self._call(*arguments)
-
-    async def _call(self, *arguments: Any) -> Any:
         self._fate = asyncio.get_running_loop().create_future()
         self.waiting.set()
         if (fate := await self._fate) == "lost before":
