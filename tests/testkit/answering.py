@@ -16,7 +16,6 @@ def answering(answer: Callable[[Asked], None], port: int = 0) -> Iterator[str]:
     """Where each GET and HEAD is given to ``answer``, on a thread of its own. Nothing is logged."""
 
     class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
 
         def do_GET(self) -> None:
             answer(self)
