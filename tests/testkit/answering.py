@@ -16,7 +16,6 @@ def answering(answer: Callable[[Asked], None], port: int = 0) -> Iterator[str]:
     """Where each GET and HEAD is given to ``answer``, on a thread of its own. Nothing is logged."""
 
     class Handler(BaseHTTPRequestHandler):
-
         def do_GET(self) -> None:
             answer(self)
 

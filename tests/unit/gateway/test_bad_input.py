@@ -192,7 +192,8 @@ async def test_a_long_text_is_tokenized_and_its_tokens_are_named_in_a_thread(sta
     served.set()
     answer = await long
     assert answer.status_code == 200
-    assert answer.json().get("token_strs", names) == names
+    if path == "/tokenize":
+        assert answer.json()["token_strs"] == names
 
 
 @pytest.mark.parametrize("tokens", [[5, 400], [-1], [2**31], ["5"]])

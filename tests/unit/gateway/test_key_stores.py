@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -110,7 +111,9 @@ async def test_a_secret_that_kubernetes_swaps_is_never_gone(tmp_path):
     keys = FileKeys(tmp_path / "keys.yaml", pytest.fail, grace_s=0)
     assert await keys.find(digest("sk-a")) is not None
     swapped = tmp_path / "..data_tmp"
-    swapped.symlink_to(version("v2", "sk-b"))
+    restored = version("v2", "sk-b")
+    os.utime(restored / "keys.yaml", ns=(1, 1))  # older than the one that it replaces
+    swapped.symlink_to(restored)
     swapped.replace(data)
     assert await keys.find(digest("sk-b")) is not None
     assert await keys.find(digest("sk-a")) is None

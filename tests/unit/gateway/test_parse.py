@@ -111,7 +111,7 @@ def test_a_prompt_is_what_its_first_element_is(given, prompts, indent):
 
 WRONG_PROMPTS: dict[str, list[Any]] = {
     "empty": ["", [], [""], [[]], [[1], []]],
-    "wrong type": [["a", 1], [1, "a"], [[1], "a"], [[1], 2], [[["a"]]], [1.5], [True], [None], 5, None, {}],
+    "wrong type": [["a", 1], [1, "a"], [[1], "a"], [[1], 2], [[["a"]]], [1.0], [1.5], [True], [None], 5, None, {}],
     "out of range": [[-1], [2**31], [[2**64]]],
     "over 1024": [["a"] * 1025, [[1]] * 1025],
 }

@@ -88,6 +88,8 @@ async def test_each_choice_of_a_stream_is_that_of_the_whole_answer(gateway, scri
     whole = json.loads(await ask(gateway, script, path, body))
     stops = ["stop" in body and "STOP" in said for said in SAID[: len(whole["choices"])]]
     assert [choice["finish_reason"] == "stop" for choice in whole["choices"]] == stops
+    if "return_token_ids" in body:  # those that are generated, with an echo as well
+        assert [choice["token_ids"] for choice in whole["choices"]] == list(map(gateway.ids, SAID[: len(stops)]))
     asked = body | {"stream": True} | ({"stream_options": {"include_usage": True}} if usage else {})
     chunks = chunks_of(await ask(gateway, script, path, asked))
     if usage:

@@ -197,6 +197,7 @@ class Quiet:
 
     def __init__(self, table: RoutingTable, seats: list[SeatState]) -> None:
         self._table, self._seats = table, seats
+        self.published: list[RoutingTable] = []
 
     async def read_table(self, after: int) -> RoutingTable | None:
         return self._table if self._table.epoch > after else None
@@ -213,6 +214,7 @@ class Quiet:
 
     async def publish_table(self, epoch: int, table: RoutingTable) -> None:  # noqa: ARG002
         self._table = table
+        self.published.append(table)
 
     @property
     def listed(self) -> list[int]:
@@ -238,6 +240,7 @@ async def test_load_and_plans_of_another_model_are_forgotten() -> None:
     await placement.turn(1)
     assert placement._meter.load is None
     assert placement._repartitioner.target is None
+    assert redis.published == []
 
 
 async def test_a_turn_that_finds_nothing_new_weighs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,6 +265,7 @@ async def test_a_turn_that_finds_nothing_new_weighs_nothing(monkeypatch: pytest.
     for _ in range(3):
         await placement.turn(1)
     assert weighed == [2, 3, 3, 2]
+    assert redis.published == []
     placement._repartitioner.target = even_groups([1, 3], 8, 1)
     await placement.turn(1)
     assert weighed == [2, 3, 3, 2, 2]

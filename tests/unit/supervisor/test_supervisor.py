@@ -264,6 +264,7 @@ async def test_each_layout_has_its_workers(
     assert (None in secrets, None in addresses) == ("layout" not in options, options.get("layout") != "lockstep")
     assert started["scheduler"]["expert_groups"] == (3 if options.get("layout") == "colocated" else None)
     ended = [name.partition("-")[0] for name in names_in(home, "stopped")]
+    assert len(ended) == 2 + len(names)
     assert ended == sorted(ended, key=list(MODULES).index), "experts after those who use them"
 
 

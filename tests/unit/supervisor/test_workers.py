@@ -111,6 +111,7 @@ async def test_seats_hold_the_groups_in_turn_where_there_are_enough(
     assert len({settings["metrics_port"] for settings in started.values()} - {0}) == len(groups)
     assert {settings["fabric_port"] for settings in started.values()} == {0}
     ended = [name.partition("-")[0] for name in names_in(home, "stopped")]
+    assert len(ended) == len(groups)
     assert ended == sorted(ended), "attention before the seats that it uses"
 
 
