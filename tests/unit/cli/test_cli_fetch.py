@@ -170,7 +170,9 @@ def test_the_hubs_files_at_the_commit_that_a_branch_is_at(source: Path, tmp_path
     def fetched(name: str) -> str:
         command = [sys.executable, "-m", "services", "fetch", str(folder), "--source", name]
         environment = {**os.environ, "HF_ENDPOINT": url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1"}
-        return subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=120).stderr
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        return done.stderr
 
     with hub("org/tiny", commit, files) as url:
         fetch(str(source), folder, {})
