@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -98,3 +100,14 @@ def test_without_history_the_age_is_unknown(clone: Clone) -> None:
     clone.write("one.py", "2")
     with pytest.raises(UnknownAge, match="git fetch --unshallow"):
         _ = clone.problems
+
+
+def test_a_run_of_nothing_is_not_recorded(tmp_path: Path) -> None:
+    out = tmp_path / "record.json"
+    command = [sys.executable, "-m", "testkit.gpu.results", "--commit", "none", "--out", str(out)]
+    command += ["--lane=all", "-p", "no:cacheprovider", "-k", "memory"]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    assert "nothing ran, so nothing is recorded: {'on a GPU: " in done.stderr, done.stdout
+    assert done.returncode != 0
+    assert not out.exists()
