@@ -145,7 +145,9 @@ def assert_sum(open_link: OpenLink, found_TD: Tensor, batch: tuple[Tensor, Tenso
     if isinstance(open_link, GpuLinks):
         local_TD = open_link.local(scaling_experts(scales), *batch)
         torch.testing.assert_close(local_TD, expected_TD, atol=1e-4, rtol=1e-5)
-        open_link.compare(found_TD, local_TD)
+        x_TD, ids_TK, weights_TK = batch
+        terms_TD = slot_order_sum(x_TD.abs(), ids_TK, weights_TK.abs(), [abs(scale) for scale in scales])
+        open_link.compare(found_TD, local_TD, terms_TD)
     else:
         assert_same(open_link, found_TD, expected_TD)
 

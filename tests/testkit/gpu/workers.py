@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import multiprocessing
 import os
@@ -19,8 +18,10 @@ from services.fabric.shared_memory.cuda_memory import CudaMemory
 from services.fabric.shared_memory.server import SharedMemoryServer
 from services.fabric.tcp.compute import Compute
 from services.fabric.tcp.server import ExpertServer
-from services.model.experts import ExpertShard, ExpertWeights
+from services.model.experts import ExpertShard
 from testkit.fabric.tcp import scaled, serve
+from testkit.gpu.packing import unpacked
+from testkit.gpu.ranks import Member
 
 START_S, ANSWER_S = 90.0, 90.0
 
@@ -31,24 +32,6 @@ def why_not(gpus: int) -> str | None:
         return "kernels are interpreted here: make gpu-test and make gpu1-test run them"
     found = torch.cuda.device_count()
     return None if found >= gpus else f"needs {gpus} GPUs, found {found}"
-
-
-def packed(layers: Mapping[int, ExpertWeights]) -> bytes:
-    """Of any device, for another process."""
-    out = io.BytesIO()
-    plain = {
-        layer: (held.expert_ids, held.w_gate_up_E2FD.cpu(), held.w_down_EDF.cpu()) for layer, held in layers.items()
-    }
-    torch.save(plain, out)
-    return out.getvalue()
-
-
-def unpacked(data: bytes, device: torch.device) -> dict[int, ExpertWeights]:
-    plain = torch.load(io.BytesIO(data), map_location=device)
-    return {
-        layer: ExpertWeights(expert_ids=ids, w_gate_up_E2FD=gate_up, w_down_EDF=down)
-        for layer, (ids, gate_up, down) in plain.items()
-    }
 
 
 class GpuWorker:
@@ -162,6 +145,11 @@ class _Child:
         torch.cuda.set_device(self._device)
         self._lanes = Lanes(NcclGroups(self._device))
         self._servers: dict[int, ExpertServer] = {}
+        self.member: Member | None = None
+
+    def join(self, **facts: Any) -> None:
+        """Become a rank; what else a :class:`Member` does may be asked for then."""
+        self.member = Member(device=self._device, **facts)
 
     def serve(
         self,
@@ -212,6 +200,7 @@ def _run(gpu: int, theirs: Connection) -> None:
         except EOFError:
             os._exit(0)
         try:
-            theirs.send((True, getattr(child, what)(**arguments)))
+            does = getattr(child, what, None) or getattr(child.member, what)
+            theirs.send((True, does(**arguments)))
         except Exception:  # noqa: BLE001  the other end raises it
             theirs.send((False, traceback.format_exc()))
