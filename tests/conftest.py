@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -32,11 +33,29 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(plugin)
 
 
+@contextmanager
+def _kept_environment() -> Iterator[None]:
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _environment_of_a_module() -> Iterator[None]:
+    with _kept_environment():
+        yield
+
+
 @pytest.fixture(autouse=True)
-def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in list(os.environ):
-        if name.upper().startswith("EXPERTMESH_"):
-            monkeypatch.delenv(name)
+def _clean_environment() -> Iterator[None]:
+    """None of our variables; and what a test, or a program that it calls, sets reaches no test that comes after it."""
+    with _kept_environment():
+        for name in list(os.environ):
+            if name.upper().startswith("EXPERTMESH_"):
+                del os.environ[name]
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -22,7 +22,12 @@ class SimGateway:
         self.ends = ends
         self.last_id = FIRST_ID
         self.live: dict[str, GenerateRequest] = {}
+        self.clients: dict[str, object] = {}
+        """Who waits for each. Whoever comes back is another client: what was asked for the former is not about it."""
         self.doubts: set[tuple[str, str]] = set()
+
+    def wait_for(self, request: GenerateRequest) -> None:
+        self.live[request.id], self.clients[request.id] = request, object()
 
     def end(self, request_id: str, how: str) -> None:
         self.ends[request_id].append(how)
@@ -54,7 +59,10 @@ class SimGateway:
         return None
 
     async def resync(self, request_id: str, attempt: int, *, retake: bool = False) -> None:
+        client = self.clients[request_id]
         later = await self.queue.resync(request_id, attempt, retake=retake)
+        if self.clients[request_id] is not client:
+            return
         if later:
             await self.again(request_id, later)
         elif request_id in self.live:
@@ -66,10 +74,11 @@ class SimGateway:
             await self.queue.resubmit(self.live[request_id])
 
     async def survey(self) -> None:
+        clients = dict(self.clients)
         answer = await self.queue.survey({request.id: request.attempt for request in self.live.values()})
         doubts = {(request_id, state) for request_id, (state, _) in answer.items() if state in ("done", "moved")}
         for request_id, (state, attempt) in answer.items():
-            if (request := self.live.get(request_id)) is None:
+            if (request := self.live.get(request_id)) is None or self.clients[request_id] is not clients[request_id]:
                 continue
             if state == "missing" or (state not in ("done", "moved") and attempt < request.attempt):
                 await self.again(request_id, request.attempt)

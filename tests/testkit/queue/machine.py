@@ -244,7 +244,7 @@ class World:
         except TooManyRequests:
             return
         for request in admitted:
-            gateway.sim.live[request.id] = request
+            gateway.sim.wait_for(request)
             self.ends[request.id] = []
 
     def _request(self, gateway: str, tenant: str, priority: int) -> GenerateRequest:
@@ -279,7 +279,7 @@ class World:
         request = former.live.pop(request_id)
         fresh = structs.replace(request, token_ids=request.token_ids[: request.prompt_len], reply_to=heir.name)
         try:
-            heir.sim.live[request.id] = await heir.queue.take_up(fresh, timeout_s=10**6)
+            heir.sim.wait_for(await heir.queue.take_up(fresh, timeout_s=10**6))
         except TooManyRequests:
             self.ends[request.id].append("refused")
 
