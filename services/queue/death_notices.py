@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from urllib.parse import urlsplit
 
 from redis.asyncio import Redis
@@ -13,6 +12,7 @@ from services.queue.limits import QueueLimits
 from services.queue.scheduler_side import SchedulerQueue
 from services.queue.scripts import Scripts
 from services.queue.seats import SeatRegistry
+from services.runtime.address import incarnations_of
 
 
 class DeathNotices:
@@ -26,13 +26,19 @@ class DeathNotices:
     async def send(self, pid: int, metrics_port: int) -> int:
         """Reports that the process ``pid`` with its metrics page on ``metrics_port`` has ended.
 
-        The port identifies it, too: containers may share a host's name and number their processes alike. Returns how
-        many members it was: a worker, a seat, a reader of the table.
+        A member's id begins with its host's name and its process number (:func:`services.runtime.address.incarnation`);
+        its ``host`` is the address at which it is reached. The port identifies the process, too: containers may share a
+        host's name and number their processes alike. Returns how many members it was: a worker, a seat, a reader of the
+        table.
         """
         infos: list[WorkerInfo | ExpertInfo] = [
             *(state.info for state in await self._workers.workers()),
             *(state.info for state in await self._seats.seats()),
         ]
-        process = (socket.gethostname(), pid, metrics_port)
-        ended = [info.id for info in infos if (info.host, info.pid, urlsplit(info.metrics_url or "").port) == process]
+        ours = incarnations_of(pid)
+        ended = [
+            info.id
+            for info in infos
+            if info.id.startswith(ours) and urlsplit(info.metrics_url or "").port == metrics_port
+        ]
         return int(await self._scripts.run("death_notice", *ended)) if ended else 0

@@ -23,7 +23,12 @@ def node_name(settings: NetworkSettings) -> str:
 
 def incarnation() -> str:
     """Draw a name that no other process has, not even the one that replaces this one: host, number, random digits."""
-    return f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+    return incarnations_of(os.getpid()) + uuid.uuid4().hex[:8]
+
+
+def incarnations_of(pid: int) -> str:
+    """Return what the name of every incarnation of this host's process ``pid`` begins with."""
+    return f"{socket.gethostname()}-{pid}-"
 
 
 def scrape_url(settings: NetworkSettings, port: int) -> str:

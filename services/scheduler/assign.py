@@ -41,7 +41,7 @@ def _groups_for_new(
     """Choose groups for the seats that hold none: the ones that they ask for, or where they lower the load most."""
     index: dict[int | None, int] = {group.number: position for position, group in enumerate(layout)}
     places = [index.get(holds[seat.number].number if seat.number in holds else seat.info.group) for seat in seats]
-    loads_LG = group_loads(load or _even(layout), layout)
+    loads_LG = group_loads(load or even_load(layout), layout)
     try:
         group_S = assign_seats(loads_LG, [seat.info.capacity for seat in seats], places)
     except NotReady:
@@ -90,7 +90,7 @@ def _spared(seat: SeatState, seats: Sequence[SeatState], holds: Mapping[int, Sha
     return any(other is not seat and holds.get(other.number) == group and other.serves(group) for other in seats)
 
 
-def _even(layout: Sequence[ShardGroup]) -> Load:
+def even_load(layout: Sequence[ShardGroup]) -> Load:
     """Return the load to assume where none is known: every expert takes as many rows."""
     layers = layout[0].experts
     return {layer: [1.0] * sum(len(group.experts[layer]) for group in layout) for layer in layers}

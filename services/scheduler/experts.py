@@ -3,7 +3,8 @@
 A new leader keeps the groups of the published table. A seat without a group gets the one that it was started for, or
 else the one where it lowers the highest load most. Seats follow the load that they count, one at a time, where that
 gains enough and the table has stood for a while; so do the groups themselves (:mod:`services.scheduler.repartition`).
-A seat is in the table while it is ready with its group.
+When a seat has died, the others follow the load at once: the seat that came in its place may have got another group
+while the dead seat still counted. A seat is in the table while it is ready with its group.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from services.placement import Hysteresis, Load
 from services.queue.seats import SeatRegistry, SeatState, TableEpochs
 from services.queue.tables import TableReader
 from services.routing import RoutingTable, ShardGroup, even_groups
-from services.scheduler.assign import assignments
+from services.scheduler.assign import assignments, even_load
 from services.scheduler.load import LoadMeter
 from services.scheduler.repartition import Repartitioner, Step, next_step
 from services.scheduler.room import Shortage, can_hold_some, rooms_of
@@ -84,6 +85,8 @@ class ExpertPlacement:
         self._shortage = Shortage(asked)
         self._next_reading = 0.0
         self._changed_at = clock()
+        self._bereaved = False
+        """Whether a seat has died since the seats were last found to be as the load wants them."""
         self._table: RoutingTable | None = None
         self._seen: tuple[object, RoutingTable | None, int] | None = None
 
@@ -103,6 +106,7 @@ class ExpertPlacement:
             return False
         reaped = await self._registry.reap(epoch)
         if reaped.seats:
+            self._bereaved = True
             seats = self._staying(await self._registry.seats())
         epochs = await self._registry.table_epochs()
         if self._table is None and reaped.held and epochs.oldest == 0:
@@ -111,9 +115,12 @@ class ExpertPlacement:
         load = await self._measured(seats)
         if self._table is not None:
             self._repartitioner.follow(self._table, load, rooms_of(seats, layout))
+            if load is None and self._bereaved and _in_place(seats, layout):
+                load = self._meter.load or even_load(layout)
         if self._stands(seats, epochs, load):
             return False
         wanted = await asyncio.to_thread(self._intentions, seats, layout, epochs.following, load)
+        self._bereaved = self._bereaved and (load is None or bool(wanted.assign))
         return await self._carry_out(wanted, epoch, epochs)
 
     async def _follow(self) -> None:
@@ -170,15 +177,14 @@ class ExpertPlacement:
         return even_groups(list(info.layers), info.num_experts, min(self._groups, info.num_experts))
 
     async def _measured(self, seats: Sequence[SeatState]) -> Load | None:
-        """Return the load if seats may move for it: the table has stood for a while, and all seats are in place."""
+        """Return the load if it is time to follow it: all seats are in place, and the table has stood for a while."""
         now = self._clock()
         if self._table is None or now < self._next_reading:
             return None
         self._next_reading = now + max(WINDOW_S, len(seats) / SEATS_PER_S)
         await asyncio.to_thread(self._meter.read, await self._registry.rows(), self._table)
-        needed = [seat for seat in seats if can_hold_some(seat, self._table.groups)]
-        stable = all(seat.status == "ready" for seat in needed) and now >= self._changed_at + self._hysteresis.wait_s
-        return self._meter.load if stable else None
+        waited = now >= self._changed_at + self._hysteresis.wait_s
+        return self._meter.load if waited and _in_place(seats, self._table.groups) else None
 
     def _forget(self) -> None:
         """Drop what was measured and begun for another model."""
@@ -242,6 +248,11 @@ def intentions(
     new = RoutingTable(epoch=following, fingerprint=fingerprint, num_experts=experts, groups=cut, seats=listed)
     changed = all(new.seats_of.values()) if table is None else (table.groups, table.seats) != (new.groups, new.seats)
     return Intentions(table=new if changed else None, assign=tuple(assign))
+
+
+def _in_place(seats: Sequence[SeatState], layout: Sequence[ShardGroup]) -> bool:
+    """Say whether each seat that can hold a group of ``layout`` serves one."""
+    return all(seat.status == "ready" for seat in seats if can_hold_some(seat, layout))
 
 
 def _held(seat: SeatState, digests: Mapping[str, ShardGroup]) -> ShardGroup | None:

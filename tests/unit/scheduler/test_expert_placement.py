@@ -198,6 +198,8 @@ class Quiet:
     def __init__(self, table: RoutingTable, seats: list[SeatState]) -> None:
         self._table, self._seats = table, seats
         self.published: list[RoutingTable] = []
+        self.died: list[str] = []
+        self.assigned: list[tuple[str, int]] = []
 
     async def read_table(self, after: int) -> RoutingTable | None:
         return self._table if self._table.epoch > after else None
@@ -206,7 +208,8 @@ class Quiet:
         return self._seats
 
     async def reap(self, epoch: int) -> Any:  # noqa: ARG002
-        return SimpleNamespace(seats=[], held=False)
+        died, self.died = self.died, []
+        return SimpleNamespace(seats=died, held=False)
 
     async def table_epochs(self) -> Any:
         epoch = self._table.epoch
@@ -226,8 +229,8 @@ class Quiet:
     async def rows(self) -> dict[int, SeatRows]:
         return {}
 
-    async def assign_groups(self, *_: object) -> None:
-        pass
+    async def assign_groups(self, _: int, pairs: list[tuple[str, ShardGroup]]) -> None:
+        self.assigned += [(name, group.number) for name, group in pairs]
 
 
 async def test_load_and_plans_of_another_model_are_forgotten() -> None:
@@ -278,6 +281,30 @@ async def test_the_load_is_followed_although_a_seat_has_no_place() -> None:
         placement = ExpertPlacement(redis, redis, groups=2, clock=lambda: 1e6)
         placement._table, placement._changed_at, placement._meter.load = published(*seats), 0.0, HOT
         assert (await placement._measured([*seats, *others]) is not None) is stable
+
+
+@pytest.mark.parametrize(
+    ("load", "moves"), [(None, [("w4", 1)]), ({1: [1.0] * 8, 3: [1.0] * 8}, [("w4", 1)]), (HOT, [])]
+)
+async def test_what_a_dead_seat_left_uneven_is_evened_at_once(load: Any, moves: list[tuple[str, int]]) -> None:
+    """The seat that came in its place got group 0 while the dead one counted in group 1; the hot experts are there."""
+    before = [seat(1, 0), seat(2, 0), seat(3, 1), seat(5, 1)]
+    redis: Any = Quiet(published(*before), [*before, seat(4, 0)])
+    placement = ExpertPlacement(redis, redis, groups=2, clock=lambda: 1.0)
+    placement._meter.load = load
+    await placement.turn(1)
+    assert redis.assigned == []
+    redis._seats, redis.died = [*before[:3], seat(4, 0, status="loading")], ["w5"]
+    await placement.turn(1)
+    assert redis.assigned == [], "it may get another group when it is ready"
+    redis._seats = [*before[:3], seat(4, 0)]
+    await placement.turn(1)
+    assert redis.assigned == moves
+    redis._seats, redis.assigned = [*before[:3], seat(4, 1 if moves else 0)], []
+    for _ in range(3):
+        await placement.turn(1)
+    assert not redis.assigned
+    assert not placement._bereaved
 
 
 async def test_another_number_of_groups_than_was_asked_for_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
