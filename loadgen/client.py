@@ -22,11 +22,18 @@ class StreamResult:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
+    done: bool = False
+    """Whether the last event, [DONE], came."""
     completion_tokens: int = 0
     status: int = 0
     error: str | None = None
     retry_after: float | None = None
     """Seconds that the server asks to wait."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether the answer and its stream came to their ends."""
+        return self.finish_reason is not None and self.done
 
     @property
     def gaps(self) -> list[tuple[float, float]]:
@@ -86,6 +93,8 @@ async def stream_completion(
 
 
 def _read_event(event: bytes, result: StreamResult) -> None:
+    if event == b"data: [DONE]":
+        result.done = True
     if not event.startswith(b"data: {"):
         return
     now = time.perf_counter()

@@ -23,7 +23,7 @@ def fate(result: StreamResult, *, broken: bool) -> Fate:
     if broken:
         return "broken" if result.status == 200 else "refused"
     if result.status == 200 and result.error is None:
-        return "end" if result.finish_reason is not None else "broken"
+        return "end" if result.whole else "broken"
     return "refused" if result.status in TRY_AGAIN else "failed"
 
 

@@ -60,7 +60,7 @@ def judge(job: Job, result: StreamResult, text: str | None) -> str | None:
     ``text``: of the undisturbed run, None while that is made.
     """
     found, wanted = _without_end(result.token_ids), job.token_ids
-    if result.status != 200 or result.error is not None or result.finish_reason is None:
+    if result.status != 200 or result.error is not None or not result.whole:
         return f"lost: status {result.status}, {len(found)} of {len(wanted)} tokens, {result.error or 'no end'}"
     if found != wanted:
         kind = "lost" if len(found) < len(wanted) else "doubled" if len(found) > len(wanted) else "changed"

@@ -88,7 +88,7 @@ async def one_request(session: aiohttp.ClientSession, url: str, body: dict[str, 
                 trouble.refused += 1
             else:
                 assert (result.status, result.error) == (200, None)
-                if result.finish_reason == "length":
+                if result.whole and result.finish_reason == "length":
                     return result.token_ids
                 trouble.broken += 1
         await asyncio.sleep(0.5)

@@ -49,7 +49,7 @@ def test_every_kind_has_its_place_in_the_picture() -> None:
 
 
 def answer(*token_ids: int, text: str = "abc", **wrong: Any) -> StreamResult:
-    facts = {"status": 200, "finish_reason": "length", "text": text} | wrong
+    facts = {"status": 200, "finish_reason": "length", "text": text, "done": True} | wrong
     return StreamResult(started=1.0, token_ids=list(token_ids), chunk_times=[2.0, 2.5, 4.5], **facts)
 
 
@@ -60,6 +60,7 @@ def answer(*token_ids: int, text: str = "abc", **wrong: Any) -> StreamResult:
         (answer(5, 6, 7, 0, finish_reason="stop"), None),
         (answer(5, 6), "lost"),
         (answer(5, 6, 7, finish_reason=None), "lost"),
+        (answer(5, 6, 7, done=False), "lost"),
         (answer(5, 6, 7, error="gone"), "lost"),
         (answer(status=500), "lost"),
         (answer(5, 6, 6, 7), "doubled"),

@@ -111,7 +111,8 @@ def test_a_history_is_read_as_it_was_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("status", "finish", "error", "broken", "became"),
     [
-        (200, "length", None, False, "end"),
+        (200, "length, [DONE]", None, False, "end"),
+        (200, "length", None, False, "broken"),
         (200, None, None, False, "broken"),
         (200, None, "gone", True, "broken"),
         (200, None, "{'message': 'gone'}", False, "failed"),
@@ -123,5 +124,5 @@ def test_a_history_is_read_as_it_was_written(tmp_path: Path) -> None:
     ],
 )
 def test_what_became_of_a_try(status: int, finish: str | None, error: str | None, broken: bool, became: str) -> None:
-    result = StreamResult(started=0.0, status=status, finish_reason=finish, error=error)
+    result = StreamResult(started=0.0, status=status, finish_reason=finish, done="[DONE]" in str(finish), error=error)
     assert fate(result, broken=broken) == became
