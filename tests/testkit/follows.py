@@ -21,8 +21,13 @@ PRODUCT = ("services/", "kernels/moe_kernels/")
 """Paths that its strings name are pages of the documentation, for readers."""
 
 ROOT_CONFTEST = "tests/conftest.py"
-NOT_FOLLOWED = frozenset({".", ROOT_CONFTEST, "tests/testkit/follows.py", "tests/testkit/lanes.py"})
-"""The root's ``conftest.py`` is followed by all tests (tests/lanes.toml). What chooses tests changes none of them."""
+NOT_FOLLOWED = frozenset(
+    {".", ROOT_CONFTEST}
+    | {f"tests/{name}" for name in ("expected_skips.toml", "gpu_results.json", "lanes.toml")}
+    | {f"tests/testkit/{name}.py" for name in ("follows", "lanes", "results")}
+)
+"""The root's ``conftest.py`` is followed by all tests (tests/lanes.toml). What chooses and judges tests changes none of
+them; its own tests are in every run."""
 
 _DOTTED = re.compile(r"[A-Za-z_]\w*(?:\.\w+)+")
 _PATH = re.compile(r"[\w.-]+(?:/[\w.-]+)+/?")

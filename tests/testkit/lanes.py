@@ -130,8 +130,9 @@ def followed(file: str, key: str) -> frozenset[str]:
         return frozenset([file, *_lanes()["everywhere"], *key.split()]) - {"night"}
     imported = _sources().followed_by(file)
     if (rooms := _lanes()["follows"].get(file)) is not None:
-        imported = frozenset(name for name in imported if below(name, "tests"))
-    return imported.union([file, *_lanes()["everywhere"]], [*rooms, *_lanes()["product"]] if rooms else ())
+        imported = frozenset(name for name in imported if name.startswith("tests/"))
+    product = _lanes()["product"] if rooms and any(below(room, "services") for room in rooms) else ()
+    return imported.union([file, *_lanes()["everywhere"]], rooms or (), product)
 
 
 @functools.cache

@@ -65,7 +65,7 @@ everywhere = ["constraints.txt"]
 each_run = ["test_all.py::test_each_time", "test_all.py::test_of[1]", "often"]
 product = ["services/wire.py"]
 [follows]
-"test_slow.py" = ["kernels/plan"]
+"test_slow.py" = ["kernels/plan", "services/gateway"]
 """
 
 
