@@ -63,8 +63,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     if config.getoption("lane") == "commit":
         names = [name for name in _test_files() if not _has_passed(name)]
         more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-        told = f"lane: {len(names)} files of tests follow something that has changed since they passed"
-        terminalreporter.line(f"{told}: {' '.join(names[:SHOWN])}{more}" if names else told)
+        said = f"lane: {len(names)} files of tests follow something that has changed since they passed"
+        terminalreporter.line(f"{said}: {' '.join(names[:SHOWN])}{more}" if names else said)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
