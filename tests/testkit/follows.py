@@ -21,8 +21,13 @@ PRODUCT = ("services/", "kernels/moe_kernels/")
 """Paths that its strings name are pages of the documentation, for readers."""
 
 ROOT_CONFTEST = "tests/conftest.py"
-NOT_FOLLOWED = frozenset({".", ROOT_CONFTEST, "tests/testkit/follows.py", "tests/testkit/lanes.py"})
-"""The root's ``conftest.py`` is followed by all tests (tests/lanes.toml). What chooses tests changes none of them."""
+NOT_FOLLOWED = frozenset(
+    {".", ROOT_CONFTEST}
+    | {f"tests/{name}" for name in ("expected_skips.toml", "gpu_results.json", "lanes.toml")}
+    | {f"tests/testkit/{name}.py" for name in ("follows", "lanes", "results")}
+)
+"""The root's ``conftest.py`` is followed by all tests (tests/lanes.toml). What chooses and judges tests changes none of
+them; its own tests are in every run."""
 
 _DOTTED = re.compile(r"[A-Za-z_]\w*(?:\.\w+)+")
 _PATH = re.compile(r"[\w.-]+(?:/[\w.-]+)+/?")
@@ -39,11 +44,16 @@ class Sources:
         self._names = frozenset(names)
         self._folders = frozenset(str(parent) for name in self._names for parent in Path(name).parents)
         self._beside: dict[str, list[str]] = {}
+        self._scripts: dict[str, list[str]] = {}
+        """Of folders outside of packages: what is in one may be run by a name that is put together."""
         packages = {Path(name).parent for name in self._names if name.endswith(".py")} | {Path(".")}
         for name in self._names:
+            folder = str(Path(name).parent)
+            if name.endswith(".py") and f"{folder}/__init__.py" not in self._names:
+                self._scripts.setdefault(folder, []).append(name)
             if not name.endswith(".py"):
-                folder = next(parent for parent in Path(name).parents if parent in packages)
-                self._beside.setdefault(str(folder), []).append(name)
+                package = next(parent for parent in Path(name).parents if parent in packages)
+                self._beside.setdefault(str(package), []).append(name)
 
     @functools.cache  # noqa: B019  # as long as a run
     def followed_by(self, test: str) -> frozenset[str]:
@@ -52,7 +62,7 @@ class Sources:
         What a ``conftest.py`` imports counts where one of its fixtures is asked for by name, or by all tests.
         """
         found: set[str] = set()
-        above = [f"{parent}/conftest.py" for parent in Path(test).parents if f"{parent}/conftest.py" in self._names]
+        above = [name for parent in Path(test).parents if (name := str(parent / "conftest.py")) in self._names]
         self._add(test, found)
         while used := [name for name in above if name not in found and self._is_used(name, found)]:
             for name in used:
@@ -85,7 +95,10 @@ class Sources:
         words = set(_words(ast.parse(self._text(name))))
         named = {found for word in words for found in self._modules(word)}
         if not name.startswith(PRODUCT):
-            named |= {word.rstrip("/") for word in words if "/" in word} & (self._names | self._folders)
+            paths = {word.rstrip("/") for word in words if "/" in word}
+            paths |= {str(Path(name).parent / path) for path in paths}  # from the file's own folder
+            named |= paths & (self._names | self._folders)
+            named |= {file for folder in named & self._folders for file in self._scripts.get(folder, ())}
             named |= {str(Path(name).with_name(word)) for word in words if word and "/" not in word} & self._names
         folder = str(Path(name).parent)
         return frozenset({*named, *(self._beside.get(folder, ()) if folder != "." else ())}) - NOT_FOLLOWED

@@ -1,14 +1,15 @@
 """Which tests a run takes, and how long each of them took.
 
 ``--lane all``, which is also what a plain ``pytest`` does, takes every test. ``--lane commit`` leaves out those that
-nothing can have turned red since the last night that is recorded (:data:`RECORD`): no file that they follow has
-changed. What a test follows is found by :mod:`testkit.follows`, unless the test is slow and says it itself::
+passed before (:data:`RECORD`) with the same contents of all that they follow. What a test follows is found by
+:mod:`testkit.follows`, unless the test is slow and says it itself::
 
     @pytest.mark.night  # its own file
     @pytest.mark.night("services/gateway", "services/queue")  # and what is at or under these paths
 
 tests/lanes.toml says what tests of the whole product follow, and which tests are in every run. ``--results=FILE``
-writes a JSON line for each test, which :mod:`testkit.results` reads.
+writes a JSON line for each test, and next to it, as FILE with the suffix .units, what was taken and what it followed;
+:mod:`testkit.results` reads both.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ import functools
 import hashlib
 import json
 import os
+import platform
 import re
 import subprocess
+import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +33,14 @@ from testkit.follows import Sources
 
 ROOT = Path(__file__).parents[2]
 RECORD = ROOT / "tests/night.json"
-"""The last run that was green: its commit, the hash of each file, and figures by room."""
+"""What has passed: for each file of tests, and each set of paths that marks in it name, a digest of all that it
+followed when all of its tests passed. Besides, the last recorded commit, and figures by room of the last whole run."""
 
 LANES = ROOT / "tests/lanes.toml"
 SHOWN = 12
-"""Names of changed files that the summary shows."""
+"""Names of files that the summary shows."""
+IMPORTS = "imports"
+"""The unit of the tests of a file that have no mark: they follow what the file imports and names."""
 
 
 def add_options(parser: pytest.Parser) -> None:
@@ -47,18 +53,18 @@ def add_options(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    files()  # before anything is imported: what is recorded is what was run, or is found to have changed meanwhile
     if (path := config.getoption("results")) is not None and not _worker(config):
         config.pluginmanager.register(_Results(path))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Says which files have changed, and so why a commit's run was long; pytest shows no header with -q."""
+    """Says for which files a commit's run was long; pytest shows no header with -q."""
     if config.getoption("lane") == "commit":
-        names = sorted(changed())
+        names = [name for name in _test_files() if not _has_passed(name)]
         more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-        terminalreporter.line(
-            f"lane: {len(names)} files changed since the night {' '.join(names[:SHOWN])}{more}".rstrip()
-        )
+        said = f"lane: {len(names)} files of tests follow something that has changed since they passed"
+        terminalreporter.line(f"{said}: {' '.join(names[:SHOWN])}{more}" if names else said)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -67,22 +73,37 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
         return None
     file = str(collection_path.relative_to(ROOT))
     listed = any(each.partition("::")[0] == file or below(file, each) for each in _lanes()["each_run"])
-    return None if listed or any(map(has_changed, _followed_by_file(file))) else True
+    return None if listed or not _has_passed(file) else True
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves tests out, and notes the others by unit, also those that -k, -m or -x keep from running."""
+    whole = config.getoption("lane") == "all"
+    taken = [item for item in items if whole or is_of_each_run(item) or not _unit_has_passed(*unit(item))]
     if (results := config.getoption("results")) is not None and _worker(config) in ("", "gw0"):
         results.parent.mkdir(parents=True, exist_ok=True)
-        results.with_suffix(".files").write_text(json.dumps(files()))
-    if config.getoption("lane") == "all":
-        return
-    taken: list[pytest.Item] = []
-    left_out: list[pytest.Item] = []
-    for item in items:
-        (taken if is_of_each_run(item) or any(map(has_changed, followed(item))) else left_out).append(item)
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
+        results.with_suffix(".units").write_text(json.dumps(_noted(config, items, taken)))
+    if len(taken) < len(items):
+        kept = set(taken)
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = taken
+
+
+def _noted(config: pytest.Config, items: Sequence[pytest.Item], taken: Sequence[pytest.Item]) -> dict[str, Any]:
+    """Of each unit of the files that were collected whole: its digest, and the tests of it if all are to run."""
+    units: dict[str, dict[str, Any]] = {}
+    parts = {argument.partition("::")[0] for argument in config.args if "::" in argument}
+    kept = set(taken)
+    for item in items:
+        file, key = unit(item)
+        if not any(below(file, part) for part in parts):
+            noted = units.setdefault(file, {}).setdefault(key, {"digest": digest(file, key), "tests": [], "all": True})
+            noted["tests"].append(item.nodeid)
+            noted["all"] &= item in kept
+    for file in units:
+        units[file].setdefault(IMPORTS, {"digest": digest(file, IMPORTS), "tests": [], "all": True})
+    return units
 
 
 def _worker(config: pytest.Config) -> str:
@@ -95,20 +116,59 @@ def is_of_each_run(item: pytest.Item) -> bool:
     return any(item.nodeid == each or below(item.nodeid.partition("::")[0], each) for each in _lanes()["each_run"])
 
 
-def followed(item: pytest.Item) -> frozenset[str]:
-    """Files and folders, from the root, whose changes can turn the test red."""
-    file = str(item.path.relative_to(ROOT))
-    if marks := [mark.args for mark in item.iter_markers("night")]:
-        return frozenset([file, *_lanes()["everywhere"]]).union(*marks)
-    return _followed_by_file(file)
+def unit(item: pytest.Item) -> tuple[str, str]:
+    """The file of the test, and the paths that its marks name: tests of a file that follow the same are recorded
+    together."""
+    marks = [mark.args for mark in item.iter_markers("night")]
+    return str(item.path.relative_to(ROOT)), " ".join(sorted({"night"}.union(*marks))) if marks else IMPORTS
 
 
 @functools.cache
-def _followed_by_file(file: str) -> frozenset[str]:
+def followed(file: str, key: str) -> frozenset[str]:
+    """Files and folders, from the root, whose changes can turn a unit's tests red."""
+    if key != IMPORTS:
+        return frozenset([file, *_lanes()["everywhere"], *key.split()]) - {"night"}
     imported = _sources().followed_by(file)
     if (rooms := _lanes()["follows"].get(file)) is not None:
-        imported = frozenset(name for name in imported if below(name, "tests"))
-    return imported.union([file, *_lanes()["everywhere"]], rooms or ())
+        imported = frozenset(name for name in imported if name.startswith("tests/"))
+    product = _lanes()["product"] if rooms and any(below(room, "services") for room in rooms) else ()
+    return imported.union([file, *_lanes()["everywhere"]], rooms or (), product)
+
+
+@functools.cache
+def digest(file: str, key: str) -> str:
+    """A hash of the contents of all that a unit follows, and of the kind of Python that runs it."""
+    found = {name for path in followed(file, key) for name in _at_or_under(path)}
+    lines = [
+        f"{sys.version_info[:2]} {sys.platform} {platform.machine()}",
+        *(f"{n} {files()[n]}" for n in sorted(found)),
+    ]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+@functools.cache
+def _at_or_under(path: str) -> tuple[str, ...]:
+    return (path,) if path in files() else tuple(name for name in files() if name.startswith(f"{path}/"))
+
+
+def _has_passed(file: str) -> bool:
+    """Whether all units of the file are recorded with what they follow now."""
+    units = _passed().get(file)
+    return units is not None and all(_unit_has_passed(file, key) for key in units)
+
+
+def _unit_has_passed(file: str, key: str) -> bool:
+    return _passed().get(file, {}).get(key) == digest(file, key)
+
+
+@functools.cache
+def _passed() -> dict[str, dict[str, str | None]]:
+    read = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    return dict(read.get("passed", {}))
+
+
+def _test_files() -> list[str]:
+    return [name for name in files() if Path(name).match("test_*.py")]
 
 
 def below(name: str, path: str) -> bool:
@@ -119,26 +179,12 @@ def below(name: str, path: str) -> bool:
 @functools.cache
 def _lanes() -> dict[str, Any]:
     read = tomllib.loads(LANES.read_text()) if LANES.exists() else {}
-    return {"each_run": [], "everywhere": [], "follows": {}} | read
+    return {"each_run": [], "everywhere": [], "product": [], "follows": {}} | read
 
 
 @functools.cache
 def _sources() -> Sources:
-    return Sources(ROOT, files().keys() | changed())  # what is gone is followed, too
-
-
-@functools.cache
-def has_changed(path: str) -> bool:
-    """Whether a file at or under the path has been changed, added or removed since the recorded night."""
-    return path in changed() or any(below(name, path) for name in changed())
-
-
-@functools.cache
-def changed() -> frozenset[str]:
-    """The files that differ from those of the night; where none is recorded, all of them."""
-    recorded = json.loads(RECORD.read_text()).get("files", {}) if RECORD.exists() else {}
-    now = files()
-    return frozenset(name for name in recorded.keys() | now.keys() if recorded.get(name) != now.get(name))
+    return Sources(ROOT, files())
 
 
 @functools.cache
@@ -196,20 +242,27 @@ class _Results:
         seen["seconds"] = round(seen["seconds"] + report.duration, 3)
         if report.failed:
             seen["outcome"] = "failed"
-        elif report.skipped:
+        elif report.skipped and seen["outcome"] != "failed":
             seen |= {"outcome": "skipped", "reason": _reason(report)}
         if report.when == "teardown":
             seen |= dict(report.user_properties)
-            print(json.dumps(self._tests.pop(report.nodeid)), file=self._file, flush=True)
+            self._write(self._tests.pop(report.nodeid))
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """A module that is skipped whole is a line as well."""
+        """A module that is skipped whole, or cannot be imported, is a line as well."""
         if report.skipped:
-            line = {"test": report.nodeid, "outcome": "skipped", "seconds": 0.0, "reason": _reason(report)}
-            print(json.dumps(line), file=self._file, flush=True)
+            self._write({"test": report.nodeid, "outcome": "skipped", "seconds": 0.0, "reason": _reason(report)})
+        elif report.failed:
+            self._write({"test": report.nodeid, "outcome": "failed", "seconds": 0.0})
 
     def pytest_unconfigure(self) -> None:
+        """A test that did not come to its end, as where its process died, has failed."""
+        for seen in self._tests.values():
+            self._write(seen | {"outcome": "failed"})
         self._file.close()
+
+    def _write(self, line: Mapping[str, Any]) -> None:
+        print(json.dumps(line), file=self._file, flush=True)
 
 
 def _reason(report: pytest.TestReport | pytest.CollectReport) -> str:

@@ -3,8 +3,9 @@
     python -m testkit.results .cache/results/test/*.jsonl     prints a table by room; exit code 1 for a wrong skip
     python -m testkit.results --record .cache/results/all/*.jsonl  writes tests/night.json as well, if all passed
 
-A commit's run may be recorded as well: what it left out passed before, with the same files. Figures by room stay those
-of the last whole run.
+A commit's run may be recorded as well. Recorded is what passed: a unit of tests of which each has run, with the digest
+of what it followed when the run began, if nothing of that changed meanwhile. Units that were left out keep what is
+recorded of them. Figures by room stay those of the last whole run.
 
 tests/expected_skips.toml lists each reason to skip with its count. A skip that it does not list fails the run, and so
 does a listed count that a whole run does not meet, or any run exceeds: the list is then not true any more.
@@ -27,6 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from testkit import lanes
 from testkit.lanes import RECORD, ROOT
 from testkit.processes.earlier import has_history
 
@@ -101,7 +103,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for fault in faults:
         print(f"SKIPS: {fault}")
     if options.record and not faults and not failed:
-        record = _record(rooms if run == "all" else None) | {"files": _files(options.files)}
+        notes = [json.loads(path.with_suffix(".units").read_text()) for path in options.files]
+        record = _record(rooms if run == "all" else None) | {"passed": passed(notes, tests, expected(run))}
         RECORD.write_text(json.dumps(record, indent=1) + "\n")
     return 1 if faults or failed or not tests else 0
 
@@ -180,10 +183,38 @@ def _record(rooms: Mapping[str, Room] | None) -> dict[str, Any]:
     return said | {"rooms": figures}
 
 
-def _files(paths: Iterable[Path]) -> dict[str, str]:
-    """What :mod:`testkit.lanes` noted next to the results; without files that changed between the runs."""
-    runs = [json.loads(path.with_suffix(".files").read_text()) for path in paths]
-    return {name: hashed for name, hashed in runs[0].items() if all(run.get(name) == hashed for run in runs)}
+def passed(
+    notes: Sequence[Mapping[str, Mapping[str, Any]]], tests: Iterable[Mapping[str, Any]], listed: Sequence[Expected]
+) -> dict[str, dict[str, str | None]]:
+    """What :data:`testkit.lanes.RECORD` says of each unit after a run: its digest if all of it passed, None if a test
+    of it failed, else what it said before.
+
+    Args:
+        notes: what :mod:`testkit.lanes` noted of each part of the run.
+        tests: the lines of all parts.
+        listed: expected skips. Those without a count depend on the machine, or come and go: they are no pass.
+    """
+    counted = [each.reason for each in listed if each.count is not None]
+    tests = list(tests)
+    red = {test["test"] for test in tests if test["outcome"] == "failed"}
+    green = {
+        test["test"]
+        for test in tests
+        if test["outcome"] == "passed"
+        or (test["outcome"] == "skipped" and any(re.fullmatch(reason, test["reason"]) for reason in counted))
+    }
+    known = json.loads(RECORD.read_text()).get("passed", {}) if RECORD.exists() else {}
+    found: dict[str, dict[str, str | None]] = {}
+    for note in notes:
+        for file, units in note.items():
+            for key, unit in units.items():
+                digest = known.get(file, {}).get(key)
+                if not red.isdisjoint(unit["tests"]):
+                    digest = None
+                elif unit["all"] and green.issuperset(unit["tests"]) and lanes.digest(file, key) == unit["digest"]:
+                    digest = unit["digest"]
+                found.setdefault(file, {})[key] = digest
+    return {file: units for file, units in sorted((known | found).items()) if (ROOT / file).is_file()}
 
 
 def lines_by_room() -> dict[str, int]:

@@ -282,6 +282,9 @@ class World:
             heir.sim.wait_for(await heir.queue.take_up(fresh, timeout_s=10**6))
         except TooManyRequests:
             self.ends[request.id].append("refused")
+        except asyncio.CancelledError:
+            self.ends[request.id].append("gateway died")
+            raise
 
     async def pump(self, gateway: Gateway) -> None:
         await gateway.sim.pump()

@@ -87,8 +87,9 @@ async def redis(redis_url: str) -> AsyncIterator[Redis]:
 
 
 @pytest.fixture
-def alone(status: Callable[..., Any], redis_url: str) -> Callable[..., Any]:
-    """What status says where no API server is asked."""
+def alone(status: Callable[..., Any], redis_url: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """What status says where no API server is asked, and Redis has time to answer on a busy machine."""
+    monkeypatch.setattr("services.status.queue.TIMEOUT_S", 60.0)
 
     async def run(code: int, *argv: str, url: str = redis_url) -> Any:
         return await asyncio.to_thread(status, code, "--kubernetes", "off", "--redis-url", url, *argv)

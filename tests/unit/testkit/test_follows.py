@@ -20,6 +20,8 @@ FILES = {
     "kernels/moe/plan.py": "",
     "kernels/moe/tiles/default.json": "",
     "helm/chart/values.yaml": "",
+    "helm/render.py": 'OUT = ROOT / "manifests"',
+    "manifests/all.yaml": "",
     "README.md": "",
     "tests/conftest.py": "import services.cli.main\n@fixture(autouse=True)\ndef clean(): ...\ndef redis_url(): ...",
     "tests/unit/conftest.py": "import kit.redis\ndef redis(redis_url): ...",
@@ -28,6 +30,7 @@ FILES = {
     "tests/unit/kernels/conftest.py": "import kit.poison\ndef pytest_runtest_call(item): ...",
     "tests/kit/poison.py": "",
     "tests/unit/peer.py": "",
+    "tests/unit/fakes/role.py": "import services.errors",
 }  # fmt: skip
 CONFTESTS = {"tests/conftest.py", "tests/unit/conftest.py"}
 QUEUE = {"services/__init__.py", "services/queue/__init__.py", "services/queue/role.py", "services/errors.py"}
@@ -62,6 +65,10 @@ def followed(tmp_path: Path, test: str, at: str = "tests/unit/test_x.py") -> set
         ('CHART = ROOT / "helm/chart/values.yaml"', {"helm/chart/values.yaml"}),
         ('ALL = (ROOT / "services").rglob("*.py")', {"services"}),
         ('name = "services"', set()),
+        ('run(ROOT / "helm" / name)', {"helm", "helm/render.py", "helm/chart/values.yaml", "manifests"}),
+        ('run(Path(__file__).parent / "fakes" / name)', {
+            "tests/unit/fakes", "tests/unit/fakes/role.py", "services/__init__.py", "services/errors.py",
+        }),
         ('run(Path(__file__).with_name("peer.py"))', {"tests/unit/peer.py"}),
         ("def test(redis): ...", {"tests/kit/__init__.py", "tests/kit/redis.py", *QUEUE} | {
             "services/cli/__init__.py", "services/cli/main.py", "services/queue/lua/claim.lua",

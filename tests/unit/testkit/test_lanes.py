@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -25,6 +26,18 @@ lanes.RECORD, lanes.LANES = lanes.ROOT / "night.json", lanes.ROOT / "lanes.toml"
 def pytest_addoption(parser): lanes.add_options(parser)
 def pytest_configure(config): config.pluginmanager.register(lanes)
 """
+JUDGE = (
+    CONFTEST.partition("def pytest_addoption")[0]
+    + """
+import json
+from testkit import results
+results.ROOT, results.RECORD = lanes.ROOT, lanes.RECORD
+tests = [json.loads(line) for line in open("r.jsonl")]
+refused = results.Expected(reason="not here", runs=("all",), when="always", why="", count=1)
+passed = results.passed([json.load(open("r.units"))], tests, [refused])
+lanes.RECORD.write_text(json.dumps({"passed": passed}))
+"""
+)
 TESTS = """
 import pytest
 
@@ -50,8 +63,9 @@ def test_with_the_plan(): pass
 TABLE = """
 everywhere = ["constraints.txt"]
 each_run = ["test_all.py::test_each_time", "test_all.py::test_of[1]", "often"]
+product = ["services/wire.py"]
 [follows]
-"test_slow.py" = ["kernels/plan"]
+"test_slow.py" = ["kernels/plan", "services/gateway"]
 """
 
 
@@ -68,6 +82,7 @@ def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Path:
         "kernels/plan/kernel.py": "",
         "kernels/table/read.py": "",
         "kernels/table/table.lua": "",
+        "services/wire.py": "",
         "often/test_often.py": "def test_often(): pass",
         "test_slow.py": "import kernels.table.read, pathlib\npathlib.Path('imported').touch()\ndef test_slow(): pass",
         "constraints.txt": "torch==2",
@@ -85,10 +100,12 @@ def git(at: Path, *words: str) -> str:
     return subprocess.run(["git", *words], cwd=at, check=True, capture_output=True, text=True).stdout.strip()
 
 
-def record(pytester: pytest.Pytester) -> None:
-    ran(pytester, "--lane=all")
-    files = json.loads((pytester.path / "r.files").read_text())
-    (pytester.path / "night.json").write_text(json.dumps({"files": files}))
+def record(pytester: pytest.Pytester, *words: str, lane: str = "all") -> set[str]:
+    """Run, and record what has passed."""
+    found = ran(pytester, f"--lane={lane}", *words)
+    (pytester.path / "judge.py").write_text(JUDGE)
+    subprocess.run([sys.executable, "judge.py"], cwd=pytester.path, check=True)
+    return found
 
 
 def ran(pytester: pytest.Pytester, *words: str) -> set[str]:
@@ -111,6 +128,7 @@ ALL = EACH_RUN | BY_IMPORT | {"at_night", "with_the_plan", "slow"}
         ("kernels/plan/new.json", {"with_the_plan", "slow"}),
         ("kernels/table/read.py", BY_IMPORT),
         ("kernels/table/table.lua", BY_IMPORT),
+        ("services/wire.py", {"slow"}),
         ("test_slow.py", {"slow"}),
         ("constraints.txt", ALL),
     ],
@@ -153,6 +171,65 @@ def test_a_copy_without_git_runs_the_same(project: Path, pytester: pytest.Pytest
     assert ran(pytester, "--lane=commit") == EACH_RUN | {"with_the_plan", "slow"}
 
 
+@pytest.mark.parametrize(
+    ("changed", "words", "left"),
+    [
+        ("kernels/plan/kernel.py", ["-k", "slow"], {"with_the_plan"}),
+        ("kernels/plan/kernel.py", ["-k", "not slow"], {"slow"}),
+        ("kernels/plan/kernel.py", ["--lane=commit"], set()),
+        ("kernels/table/read.py", ["test_all.py::test_refuses", "test_all.py::test_with_the_table"], BY_IMPORT),
+        ("kernels/table/read.py", ["test_plan.py", "test_slow.py"], BY_IMPORT),
+        ("kernels/table/read.py", ["-k", "with_the_table"], BY_IMPORT),
+        ("kernels/table/read.py", ["test_all.py"], set()),
+        ("constraints.txt", ["--lane=commit"], set()),
+    ],
+)
+def test_what_did_not_run_is_not_recorded(
+    changed: str, words: list[str], left: set[str], project: Path, pytester: pytest.Pytester
+) -> None:
+    (project / changed).write_text("# changed")
+    record(pytester, *words)
+    assert ran(pytester, "--lane=commit") == EACH_RUN | left
+
+
+@pytest.mark.parametrize(
+    "fault",
+    ["assert False", "os._exit(0)", "READ.write_text('# another')", "pytest.skip('never heard of')"],
+    ids=["red", "dead", "changes what is run", "skipped"],
+)
+@pytest.mark.parametrize("before", [False, True])
+def test_what_did_not_pass_is_not_recorded(
+    fault: str, before: bool, project: Path, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The files are the same all the time, whatever becomes of the test; ``before``: it had passed."""
+    (project / "test_plan.py").write_text(
+        "import os, pathlib, pytest\nREAD = pathlib.Path('kernels/plan/kernel.py')\n"
+        f"def test_with_the_plan():\n    if 'FAULT' in os.environ: {fault}"
+    )
+    if before:
+        record(pytester, "test_plan.py")
+    monkeypatch.setenv("FAULT", "1")
+    record(pytester, "test_plan.py")
+    monkeypatch.delenv("FAULT")
+    (project / "kernels/plan/kernel.py").write_text("")
+    known = before and fault != "assert False"
+    assert ("with_the_plan" in ran(pytester, "--lane=commit")) is not known
+    record(pytester, "test_plan.py")
+    assert ran(pytester, "--lane=commit") == EACH_RUN
+
+
+def test_a_failure_stays_one_whatever_follows(project: Path, pytester: pytest.Pytester) -> None:
+    (project / "test_slow.py").write_text(
+        "import pytest\n@pytest.fixture\ndef late():\n    yield\n    pytest.skip('late')\n"
+        "def test_slow(late): assert False"
+    )
+    (project / "test_plan.py").write_text("import nowhere")
+    ran(pytester, "--continue-on-collection-errors")
+    lines = map(json.loads, (project / "r.jsonl").read_text().splitlines())
+    outcomes = {line["test"]: line["outcome"] for line in lines}
+    assert outcomes["test_slow.py::test_slow"] == outcomes["test_plan.py"] == "failed"
+
+
 def test_results_say_what_was_skipped_and_what_it_cost(project: Path, pytester: pytest.Pytester) -> None:
     ran(pytester)
     lines = {line["test"]: line for line in map(json.loads, (project / "r.jsonl").read_text().splitlines())}
@@ -164,7 +241,12 @@ def test_results_say_what_was_skipped_and_what_it_cost(project: Path, pytester: 
 def test_the_paths_that_tests_follow_exist() -> None:
     """A path that a room has left never changes, and a test that has another name is not listed."""
     read = tomllib.loads(lanes.LANES.read_text())
-    paths = [*read["everywhere"], *read["follows"], *(path for paths in read["follows"].values() for path in paths)]
+    paths = [
+        *read["everywhere"],
+        *read["product"],
+        *read["follows"],
+        *(path for paths in read["follows"].values() for path in paths),
+    ]
     for file in (lanes.ROOT / "tests").rglob("test_*.py"):
         for arguments in re.findall(r"mark\.night\(([^)]*)\)", file.read_text()):
             paths += re.findall(r'"([^"\\]+)"', arguments)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from testkit import results
+from testkit import lanes, results
 from testkit.results import CONDITIONS, EXPECTED, Expected, by_room, expected, main, wrong_skips
 
 NO_ROOT = Expected(reason="no root: .*", runs=("commit",), count=2, when="always", why="")
@@ -71,11 +71,25 @@ def test_the_exit_code_says_whether_all_is_well(
     file = tmp_path / "commit/all.jsonl"
     file.parent.mkdir()
     file.write_text(json.dumps(line("tests/flow/test_a.py::x", outcome, reason="never heard of")) + "\n")
-    file.with_suffix(".files").write_text('{"kernels/plan.py": "0123"}')
+    here = "tests/unit/testkit/test_results.py"
+    unit = {"digest": lanes.digest(here, lanes.IMPORTS), "tests": ["tests/flow/test_a.py::x"], "all": True}
+    file.with_suffix(".units").write_text(json.dumps({here: {lanes.IMPORTS: unit}}))
     assert main([str(file), "--record"]) == code
     after = json.loads(record.read_text())
     assert after["rooms"] == {"flow": {"tests": 7}}
-    assert after.get("files") == (None if code else {"kernels/plan.py": "0123"})
+    assert after.get("passed") == (None if code else {here: {lanes.IMPORTS: unit["digest"]}})
+
+
+@pytest.mark.parametrize(("listed", "pass_"), [([NO_ROOT], True), ([NO_TOOL], False), ([], False)])
+def test_a_skip_that_is_counted_is_a_pass(
+    listed: list[Expected], pass_: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others depend on the machine: where they do not skip the test may fail."""
+    monkeypatch.setattr(results, "RECORD", tmp_path / "night.json")
+    here, [skip] = "tests/unit/testkit/test_results.py", skips("no root: a" if pass_ else "no tool")
+    unit = {"digest": lanes.digest(here, lanes.IMPORTS), "tests": [skip["test"]], "all": True}
+    found = results.passed([{here: {lanes.IMPORTS: unit}}], [skip], listed)
+    assert found == {here: {lanes.IMPORTS: unit["digest"] if pass_ else None}}
 
 
 def test_a_run_without_tests_is_a_failure(tmp_path: Path) -> None:
