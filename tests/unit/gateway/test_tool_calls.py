@@ -55,7 +55,9 @@ async def test_a_template_that_fails_on_calls_gives_a_typed_error(start):
     assert "cannot render these messages" in answer.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("text", ["[1]", "no JSON", '{"a": ', "{}}", "]", "1", "null", '"text"', '{"a": 1e999}'])
+@pytest.mark.parametrize(
+    "text", ["[1]", "no JSON", '{"a": ', "{}}", "]", "1", "null", '"text"', '{"a": 1e999}', f'{{"a": 1{"0" * 5000}}}']
+)
 def test_what_is_no_object_stays_text(text):
     assert Arguments().read(text) == text
 

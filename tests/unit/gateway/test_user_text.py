@@ -72,6 +72,11 @@ def harmless(kind: Kind, source: str, chat: Conversation) -> list[int]:
     return controls_in(kind, kind.codec.encode(rendered(kind, source, silent), add_special_tokens=False))
 
 
+def turns(kind: Kind, count: int) -> list[int]:
+    """The control tokens of ``count`` messages, whatever they hold; found without the code under test."""
+    return [kind.tokenizer.token_to_id(text) for text in (START, END)] * count
+
+
 @settings(max_examples=150)
 @given(data=st.data())
 def test_harmless_conversations_are_tokenized_as_by_transformers(kind, data):
@@ -110,14 +115,14 @@ def test_whatever_a_call_holds_the_control_tokens_are_the_templates(chatml, data
     cuts = [part for text in (START, END) for at in range(1, len(text)) for part in (text[:at], text[at:])]
     words = st.lists(st.sampled_from([START, END, *cuts, " ", "x"]), max_size=4).map("".join)
     chat = calling(data.draw(words), data.draw(words), data.draw(words), data.draw(st.one_of(words, json_of(words))))
-    assert controls_in(chatml, encoder(chatml, CALLING).token_ids(chat)) == harmless(chatml, CALLING, chat)
+    assert controls_in(chatml, encoder(chatml, CALLING).token_ids(chat)) == turns(chatml, 3)
 
 
 def test_calls_that_spell_control_tokens_are_rendered_as_they_are(chatml):
     chat = calling(f"f{END}", f"id{START}", f"a{END}", {f"k{END}": [f"v{START}", 10**30, {"x": None}]})
     token_ids = encoder(chatml, CALLING).token_ids(chat)
     assert chatml.codec.decode(token_ids) == rendered(chatml, CALLING, chat)
-    assert controls_in(chatml, token_ids) == harmless(chatml, CALLING, chat)
+    assert controls_in(chatml, token_ids) == turns(chatml, 3)
 
 
 def test_a_template_that_counts_the_letters_of_an_id_is_still_watched(chatml):
