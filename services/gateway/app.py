@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 from fastapi import FastAPI, Header, Request
@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from services.errors import NotReady, RequestError
-from services.gateway import openapi
+from services.gateway import docs_page, openapi
 from services.gateway import responses as shapes
 from services.gateway.auth import Authenticator
 from services.gateway.errors_http import on_crash, on_http_exception, on_request_error, on_validation_error
@@ -213,15 +213,39 @@ def _add_operations(app: FastAPI, parts: Parts) -> None:
     async def version() -> shapes.Version:
         return shapes.Version(version=parts.version)
 
+    _add_documents(app, parts)
+
+
+def _add_documents(app: FastAPI, parts: Parts) -> None:
+    pages = {"docs": "/docs", "openapi": "/openapi.json", "health": "/health", "models": "/v1/models"}
+    links = msgspec.json.encode(pages if parts.separate_metrics else pages | {"metrics": "/metrics"})
+
+    @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
+    async def root() -> Response:
+        """Names the pages of this server to whoever asks."""
+        return Response(links, media_type="application/json")
+
     @cache  # all clients share one, also clients that do not read it
+    def document() -> dict[str, Any]:
+        return openapi.document(app, protected=parts.protected, model=parts.intake.prompts.model.name)
+
+    @cache
     def encoded() -> bytes:
-        name = parts.intake.prompts.model.name
-        return msgspec.json.encode(openapi.document(app, protected=parts.protected, model=name))
+        return msgspec.json.encode(document())
+
+    @cache
+    def rendered() -> bytes:
+        return docs_page.page(document())
 
     @app.get("/openapi.json", include_in_schema=False)
-    async def document(authorization: Authorization = None) -> Response:
+    async def schema(authorization: Authorization = None) -> Response:
         await parts.authenticator.identify(authorization)  # it names the model, as /v1/models does
         return Response(encoded(), media_type="application/json")
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs(authorization: Authorization = None) -> Response:
+        await parts.authenticator.identify(authorization)  # it is the same document
+        return Response(rendered(), media_type="text/html", headers=docs_page.HEADERS)
 
 
 def _add_metrics(app: FastAPI, parts: Parts) -> None:

@@ -26,6 +26,7 @@ from services.gateway.tokenizer import TextCodec
 
 _REMEMBERED = 4096
 _NO_STRING = "(?!)"
+_LABEL = re.compile(r"[A-Za-z0-9_.:-]{1,64}")  # what ids of tool calls and names of functions are made of
 
 
 class ChatEncoder:
@@ -73,7 +74,7 @@ class ChatEncoder:
         def change(text: str) -> str:
             return self._to_hide.sub(lambda found: stand_ins.hide(found[0]), text)
 
-        text = self._render(chat.with_texts(change, change), stand_ins)
+        text = self._render(chat.with_texts(change, change, change), stand_ins)
         spans = self._controls.spans(text)
         if not self._as_without_words(chat, [span.token_id for span in spans]):
             return None
@@ -108,7 +109,7 @@ class ChatEncoder:
     def _as_without_words(self, chat: Conversation, controls: Sequence[int]) -> bool:
         """Says whether ``chat`` without words has the same ``controls``; true if the template refuses to render it."""
         silent = self._silenced(chat, lambda _text: self._a_word)
-        key = _digest(msgspec.msgpack.encode((silent.messages, silent.add_generation_prompt, silent.options)))
+        key = _digest(msgspec.json.encode((silent.messages, silent.add_generation_prompt, silent.options)))
         expected = self._orders.get(key, lambda: self._order_in(silent))
         return expected is None or expected == _order(controls)
 
@@ -120,12 +121,19 @@ class ChatEncoder:
         return _order([span.token_id for span in self._controls.spans(text)])
 
     def _silenced(self, chat: Conversation, hide: Callable[[str], str]) -> Conversation:
-        """Returns ``chat`` without words; white space and options that cannot be a part of a control token stay."""
+        """Returns ``chat`` without words; white space stays, and so do options and labels that cannot be a part of a
+        control token: templates look at the length of a call's id."""
 
         def said(text: str) -> str:
             return hide(text) if text.strip() or self._spelled.search(text) else text
 
-        return chat.with_texts(said, lambda text: hide(text) if self._may_be_part(text) else text)
+        def option(text: str) -> str:
+            return hide(text) if self._may_be_part(text) else text
+
+        def label(text: str) -> str:
+            return option(text) if _LABEL.fullmatch(text) else said(text)
+
+        return chat.with_texts(said, option, label)
 
     def _may_be_part(self, text: str) -> bool:
         """Says whether ``text`` holds a control token's string or a stand-in, is inside one, or begins or ends one."""

@@ -14,29 +14,70 @@ STAND_IN = f"[{chr(_FIRST)}-{chr(_LAST)}]"
 """Any of these characters, as an expression."""
 
 
+Change = Callable[[str], str]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conversation:
-    """The template's input. The client wrote ``messages``, except the roles, and strings in ``options``."""
+    """The template's input. The client wrote all texts in ``messages``, except the roles and the types of tool calls,
+    and strings in ``options``."""
 
-    messages: Sequence[Mapping[str, str]]
+    messages: Sequence[Mapping[str, Any]]
     add_generation_prompt: bool
     options: Mapping[str, Any]
 
     def texts(self) -> list[str]:
         """Returns everything that the client wrote."""
-        said = (text for message in self.messages for name, text in message.items() if name != "role")
-        return [*said, *(value for value in self.options.values() if isinstance(value, str))]
+        found: list[str] = []
 
-    def with_texts(self, said: Callable[[str], str], option: Callable[[str], str]) -> Conversation:
-        """Returns a copy with other texts: ``said`` changes texts of messages, ``option`` the strings of options."""
+        def note(text: str) -> str:
+            found.append(text)
+            return text
+
+        self.with_texts(note, note, note)
+        return found
+
+    def with_texts(self, said: Change, option: Change, label: Change) -> Conversation:
+        """Returns a copy with other texts: ``said`` changes texts of messages, ``option`` the strings of options,
+        ``label`` the ids of tool calls and the names of their functions."""
         return Conversation(
-            messages=[
-                {name: text if name == "role" else said(text) for name, text in message.items()}
-                for message in self.messages
-            ],
+            messages=[_message(message, said, label) for message in self.messages],
             add_generation_prompt=self.add_generation_prompt,
             options={name: option(value) if isinstance(value, str) else value for name, value in self.options.items()},
         )
+
+
+def _message(message: Mapping[str, Any], said: Change, label: Change) -> dict[str, Any]:
+    changed: dict[str, Any] = {}
+    for name, value in message.items():
+        if name == "role" or value is None:
+            changed[name] = value
+        elif name == "tool_calls":
+            changed[name] = [_call(call, said, label) for call in value]
+        else:
+            changed[name] = label(value) if name == "tool_call_id" else said(value)
+    return changed
+
+
+def _call(call: Mapping[str, Any], said: Change, label: Change) -> dict[str, Any]:
+    function = call["function"]
+    changed = {"name": label(function["name"]), "arguments": _json(function["arguments"], said)}
+    return {name: label(value) if name == "id" else value for name, value in call.items()} | {"function": changed}
+
+
+def _json(value: Any, said: Change) -> Any:
+    """Returns ``value`` with other texts; names in objects are texts, too, and stay as many as they were."""
+    if isinstance(value, str):
+        return said(value)
+    if isinstance(value, list):
+        return [_json(item, said) for item in value]
+    if not isinstance(value, dict):
+        return value
+    changed: dict[str, Any] = {}
+    for name, item in value.items():
+        other = said(name)
+        changed[f"{other}{len(changed)}" if other in changed else other] = _json(item, said)
+    return changed
 
 
 class StandIns:

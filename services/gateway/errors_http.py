@@ -27,6 +27,7 @@ from services.errors import (
     Unauthorized,
     Unavailable,
 )
+from services.gateway.not_supported import not_offered
 from services.gateway.openai_format import error_body
 from services.gateway.refusals import Refusals
 
@@ -79,7 +80,8 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
     if error.status_code == 405:
         refusal: RequestError = MethodNotAllowed(f"{request.method} is not allowed here.", hint="See /openapi.json.")
     elif error.status_code == 404:
-        refusal = NotFound("There is nothing at this path.", hint="See /openapi.json.")
+        known = not_offered(request.url.path)
+        refusal = known or NotFound("There is nothing at this path.", hint="See /openapi.json.")
     else:
         refusal = InvalidRequest(str(error.detail))
     return error_response(refusal, dict(error.headers or {}))

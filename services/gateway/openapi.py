@@ -10,7 +10,21 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 
 from services.gateway.responses import ErrorResponse
-from services.gateway.schema import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from services.gateway.schema import (
+    NO_OPS,
+    NOTHING,
+    UNUSED,
+    Body,
+    CalledFunction,
+    ChatBody,
+    ChatMessage,
+    CompletionBody,
+    DetokenizeBody,
+    GenerationBody,
+    TextPart,
+    TokenizeBody,
+    ToolCall,
+)
 
 _REFERENCE = "#/components/schemas/{name}"
 _RETRY_AFTER = {"Retry-After": {"description": "Seconds to wait, 1 to 120.", "schema": {"type": "integer"}}}
@@ -31,6 +45,7 @@ _MEANINGS = {
 }
 _ANY = (403, 405, 408, 413, 431, 500, 503)
 _BODIES: tuple[type[Body], ...] = (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody)
+_IN_MESSAGES: tuple[type[Body], ...] = (ChatMessage, TextPart, ToolCall, CalledFunction)
 Responses = dict[int | str, dict[str, Any]]
 
 
@@ -57,6 +72,14 @@ def post(body: type[Body], answer: type[BaseModel], *statuses: int, events: bool
     }
 
 
+def _without_effect() -> dict[str, Any]:
+    """Returns schemas of the parameters that are taken for compatibility, with the values that change nothing."""
+    unused = {name: msgspec.json.schema(kind | None) for name, kind in UNUSED.items()}
+    neutral = {name: {"enum": [None, *values]} for name, values in NO_OPS.items()}
+    note = {"description": "Accepted for compatibility; changes nothing."}
+    return {name: schema | note for name, schema in sorted((unused | neutral).items())}
+
+
 def document(app: FastAPI, *, protected: bool, model: str) -> dict[str, Any]:
     """Returns ``app``'s document; ``protected`` says that the API needs a key, ``model`` is the only model served."""
     found = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
@@ -64,7 +87,12 @@ def document(app: FastAPI, *, protected: bool, model: str) -> dict[str, Any]:
     schemas = found.setdefault("components", {}).setdefault("schemas", {})
     schemas.update({name: schema | {"additionalProperties": {"type": "null"}} for name, schema in bodies.items()})
     for body in _BODIES:
-        schemas[body.__name__]["properties"]["model"]["enum"] = [model, None]
+        properties = schemas[body.__name__]["properties"]
+        properties["model"]["enum"] = [model, None]
+        if issubclass(body, GenerationBody):
+            properties |= _without_effect()
+    for inside in _IN_MESSAGES:
+        schemas[inside.__name__]["additionalProperties"] = {"enum": list(NOTHING)}
     for unused in ("HTTPValidationError", "ValidationError"):
         schemas.pop(unused, None)
     if protected:

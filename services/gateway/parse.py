@@ -8,19 +8,25 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Annotated, Any, Generic, TypeVar
 
 import msgspec
 from msgspec import Meta, Raw
 from msgspec.json import Decoder
 
+from services.config import nearest_hint
 from services.errors import InvalidRequest, UnsupportedParameter
+from services.gateway.not_supported import unsupported, unsupported_part
 from services.gateway.schema import (
     MAX_MESSAGES,
     MAX_SEQUENCES,
+    MAX_TOOL_CALLS,
     NO_OPS,
+    NOTHING,
+    UNUSED,
     Body,
+    CalledFunction,
     ChatMessage,
     Ids,
     ListOfIds,
@@ -30,6 +36,7 @@ from services.gateway.schema import (
     TextPart,
     Texts,
     TokenIds,
+    ToolCall,
 )
 
 B = TypeVar("B", bound=Body)
@@ -39,6 +46,7 @@ Read = Callable[[Raw, str], Any]
 _MAX_NAMES = 256
 _MAX_NAMES_INSIDE = 65_536  # in all messages together
 _LONGEST_NAME = 200  # characters of a field's name in an error
+_LONGEST_GUESSED = 40  # characters of an unknown name that are compared with known ones
 _LONGEST_FAULT = 300  # characters of what is wrong with a value, which may name it
 _LARGEST_MAP = 64 * 1024
 _LARGEST_NO_OP = 64
@@ -46,6 +54,7 @@ _MAPS = ("logit_bias", "chat_template_kwargs")
 _PROMPT_HINT = "Send a string, a list of strings, a list of token ids or a list of such lists."
 _FAULT = re.compile(r"(?P<what>.*?)(?: - at `(?P<path>[^`]*)`.*)?", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(.*)`")
+_ENUM = re.compile(r"Invalid enum value '([a-z_]+)'")
 _FIRST_TWO = re.compile(rb"(.)[ \t\r\n]*(.?)", re.DOTALL)
 
 
@@ -56,7 +65,7 @@ class _Name(str):
 
 
 Fields = Mapping[_Name, Raw]
-_CONTENT = _Name("content")
+_CONTENT, _CALLS, _FUNCTION = _Name("content"), _Name("tool_calls"), _Name("function")
 
 
 def _counting(limit: int) -> Callable[[type, Any], Any]:
@@ -81,11 +90,21 @@ class _WholePart(TextPart, frozen=True, kw_only=True, gc=False, forbid_unknown_f
     """A part without undeclared fields, as nearly all parts are."""
 
 
+class _WholeFunction(CalledFunction, frozen=True, kw_only=True, gc=False, forbid_unknown_fields=True):
+    """A function without undeclared fields."""
+
+
+class _WholeCall(ToolCall, frozen=True, kw_only=True, gc=False, forbid_unknown_fields=True):
+    function: _WholeFunction
+
+
 class _WholeMessage(ChatMessage, frozen=True, kw_only=True, gc=False, forbid_unknown_fields=True):
     content: str | list[_WholePart] | None = None  # type: ignore[assignment] # lists are read, never written
+    tool_calls: Annotated[list[_WholeCall], Meta(max_length=MAX_TOOL_CALLS)] | None = None  # type: ignore[assignment]
 
 
 _whole_messages = Decoder(Annotated[list[_WholeMessage], Meta(min_length=1, max_length=MAX_MESSAGES)])
+_unused = {name: Decoder(kind) for name, kind in UNUSED.items()}
 _text, _texts, _ids, _lists_of_ids = Decoder(Text), Decoder(Texts), Decoder(Ids), Decoder(ListOfIds)
 
 
@@ -120,13 +139,21 @@ class Parser(Generic[B]):
         for name, raw in fields.items():
             read = self._reads.get(name)
             if read is None:
-                _refuse_extra(f"{path}{name}", name, raw)
+                self._check_extra(name, raw, path)
             else:
                 values[str(name)] = _read(read, raw, f"{path}{name}")
         for required in self._required:
             if required not in values:
                 raise _missing(f"{path}{required}")
         return self._type(**values)
+
+    def _check_extra(self, name: str, raw: Raw, path: str) -> None:
+        """Raises unless the undeclared field changes nothing."""
+        unused = _unused.get(name)
+        if unused is not None and not _is_null(raw):
+            _read(lambda raw, path: unused.decode(_small(raw, path)), raw, f"{path}{name}")
+        elif unused is None and not _changes_nothing(raw, (None, *NO_OPS.get(name, ()))):
+            raise _unknown(f"{path}{name}", name, self._reads)
 
 
 def _reader(name: str, kind: Any) -> Read:
@@ -161,7 +188,9 @@ def _fault(path: str, error: msgspec.ValidationError) -> InvalidRequest:
     if missing := _MISSING.fullmatch(found["what"]):
         return _missing(f"{place}.{missing[1]}")
     place = place[:_LONGEST_NAME]
-    return InvalidRequest(f"{place}: {found['what'][:_LONGEST_FAULT]}.", param=place)
+    kind = _ENUM.fullmatch(found["what"])
+    part = unsupported_part(place, kind[1]) if kind is not None and place.endswith(".type") else None
+    return part or InvalidRequest(f"{place}: {found['what'][:_LONGEST_FAULT]}.", param=place)
 
 
 def _missing(path: str) -> InvalidRequest:
@@ -224,11 +253,12 @@ def _conversation(decode: Callable[[Raw], Any], raw: Raw, path: str) -> Any:
     if found is not None:
         names = _counting(_MAX_NAMES_INSIDE)
         for at, fields in enumerate(_objects(raw, names)):
-            _refuse_extras(ChatMessage, fields, f"{path}.{at}.")
-            content = fields.get(_CONTENT)
-            if content is not None and bytes(memoryview(content)[:1]) == b"[":
-                for place, part in enumerate(_objects(content, names)):
-                    _refuse_extras(TextPart, part, f"{path}.{at}.content.{place}.")
+            place = f"{path}.{at}."
+            _refuse_extras(ChatMessage, fields, place)
+            _refuse_extras_of_each(TextPart, fields.get(_CONTENT), f"{place}content.", names)
+            for number, call in _refuse_extras_of_each(ToolCall, fields.get(_CALLS), f"{place}tool_calls.", names):
+                function = Decoder(dict[_Name, Raw], dec_hook=names).decode(call[_FUNCTION])
+                _refuse_extras(CalledFunction, function, f"{place}tool_calls.{number}.function.")
     return found
 
 
@@ -236,17 +266,32 @@ def _objects(raw: Raw, names: Callable[[type, Any], Any]) -> list[dict[_Name, Ra
     return Decoder(list[dict[_Name, Raw]], dec_hook=names).decode(raw)
 
 
+def _refuse_extras_of_each(
+    declared: type[Body], raw: Raw | None, path: str, names: Callable[[type, Any], Any]
+) -> Iterable[tuple[int, Fields]]:
+    """Returns the objects of the list ``raw`` with their places; none where it is no list. Refuses what any has more
+    than declared."""
+    if raw is None or bytes(memoryview(raw)[:1]) != b"[":
+        return ()
+    objects = list(enumerate(_objects(raw, names)))
+    for place, fields in objects:
+        _refuse_extras(declared, fields, f"{path}{place}.")
+    return objects
+
+
 def _refuse_extras(declared: type[Body], fields: Fields, path: str) -> None:
     for name, raw in fields.items():
-        if name not in declared.__struct_fields__:
-            _refuse_extra(f"{path}{name}", name, raw)
+        if name not in declared.__struct_fields__ and not _changes_nothing(raw, NOTHING):
+            raise _unknown(f"{path}{name}", name, declared.__struct_fields__)
 
 
-def _refuse_extra(path: str, name: str, raw: Raw) -> None:
-    """Raises unless the undeclared field would change nothing."""
-    if _is_null(raw):
-        return
-    harmless = memoryview(raw).nbytes <= _LARGEST_NO_OP and msgspec.json.decode(raw) in NO_OPS.get(name, ())
-    if not harmless:
-        field = path[:_LONGEST_NAME]
-        raise UnsupportedParameter(f"{field} is not supported.", hint="Leave it out.", param=field)
+def _changes_nothing(raw: Raw, values: Collection[object]) -> bool:
+    """Says whether ``raw`` is one of ``values``; a long one is not, and is not read."""
+    return _is_null(raw) or (memoryview(raw).nbytes <= _LARGEST_NO_OP and msgspec.json.decode(raw) in values)
+
+
+def _unknown(path: str, name: str, known: Iterable[str]) -> InvalidRequest:
+    """Returns the refusal of the field ``name`` at ``path``, where ``known`` fields may stand."""
+    field = path[:_LONGEST_NAME]
+    hint = nearest_hint(name[:_LONGEST_GUESSED], map(str, known)) or "Leave it out."
+    return unsupported(field, name) or UnsupportedParameter(f"{field} is not supported.", hint=hint, param=field)

@@ -20,6 +20,7 @@ from services.gateway.conversation import Conversation
 from services.gateway.offload import Offload
 from services.gateway.schema import ChatMessage, CompletionBody
 from services.gateway.tokenizer import TextCodec
+from services.gateway.tool_calls import Arguments
 from services.messages import WorkerInfo
 
 T = TypeVar("T")
@@ -130,17 +131,18 @@ class PromptReader:
                 hint="Leave it out; messages and add_generation_prompt are fields of the request.",
                 param=f"chat_template_kwargs.{taken}",
             )
-        chat = Conversation(
-            messages=[message.as_template_input() for message in messages],
-            add_generation_prompt=add_generation_prompt is not False,
-            options=options,
-        )
         chat_encoder, parse = self._chat, parse_special_tokens or False
 
         def encode() -> array[int]:
+            arguments = Arguments().read
+            chat = Conversation(
+                messages=[message.as_template_input(arguments) for message in messages],
+                add_generation_prompt=add_generation_prompt is not False,
+                options=options,
+            )
             return array("i", chat_encoder.token_ids(chat, parse_special_tokens=parse))
 
-        chars = sum(map(len, chat.texts())) + _MESSAGE_CHARS * len(messages)
+        chars = sum(map(_message_chars, messages)) + sum(map(_option_chars, options.values()))
         return Prompt(token_ids=await self._run(encode, chars, tenant))
 
     async def encode(self, text: str, tenant: str, *, add_special_tokens: bool) -> array[int]:
@@ -173,6 +175,18 @@ class PromptReader:
         self._fits.check(item, "prompt")
         token_ids = self.model.codec.encode(item, add_special_tokens=add_special_tokens)
         return Prompt(token_ids=array("i", token_ids), text=item)
+
+
+def _message_chars(message: ChatMessage) -> int:
+    """Returns how many characters take as long to tokenize as ``message`` does, its rendering included."""
+    content, calls = message.content, message.tool_calls or ()
+    said = len(content) if isinstance(content, str) else sum(len(part.text) for part in content or ())
+    called = sum(len(call.function.arguments or "") + len(call.function.name) + len(call.id or "") for call in calls)
+    return said + called + len(message.name or "") + _MESSAGE_CHARS * (1 + len(calls))
+
+
+def _option_chars(value: object) -> int:
+    return len(value) if isinstance(value, str) else 0
 
 
 def _chars(item: str | array[int]) -> int:

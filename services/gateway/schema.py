@@ -1,13 +1,13 @@
 """The bodies that clients may send. :mod:`services.gateway.parse` makes them from bytes.
 
-A null means the default. An undeclared field is refused by name, unless its value is null or changes nothing
-(:data:`NO_OPS`): no parameter is accepted and then ignored.
+A null means the default. An undeclared field is refused by name, unless its value changes nothing (null,
+:data:`NO_OPS`, in messages :data:`NOTHING`) or no value of it does (:data:`UNUSED`).
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -21,6 +21,8 @@ MAX_SEQUENCES = 1024
 MAX_STOPS = 64
 MAX_LOGPROBS = 20
 MAX_MESSAGES = 4096
+MAX_TOOL_CALLS = 128
+"""Calls of one message."""
 _INT32 = 2**31 - 1
 _INT64 = 2**63
 
@@ -32,19 +34,30 @@ NO_OPS: dict[str, tuple[object, ...]] = {
     "functions": ([],),
     "include_obfuscation": (False,),
     "length_penalty": (1, 1.0),
-    "metadata": ({},),
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
     "response_format": ({"type": "text"},),
-    "service_tier": ("auto", "default"),
     "skip_special_tokens": (True,),
-    "store": (False,),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
     "use_beam_search": (False,),
 }
 """Parameters of OpenAI's API and its relatives that are not implemented, with the values that change nothing."""
+NOTHING: tuple[object, ...] = (None, [], {}, "")
+"""Values of undeclared fields in messages that say nothing: answers of other servers, sent back, are full of them."""
+
+_Label = Annotated[str, Meta(max_length=1024)]
+_Metadata = dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]]
+UNUSED: dict[str, Any] = {
+    "metadata": Annotated[_Metadata, Meta(max_length=16)],
+    "prompt_cache_key": _Label,
+    "safety_identifier": _Label,
+    "service_tier": Literal["auto", "default", "flex", "priority", "scale"],
+    "store": bool,
+}
+"""Parameters of OpenAI's API that change no answer whatever their value, with their types. They are checked, then
+dropped: two bodies that differ in them alone ask for the same."""
 
 TokenId = Annotated[int, Meta(ge=0, le=_INT32)]
 TokenIds = Sequence[TokenId]
@@ -145,17 +158,63 @@ class TextPart(Body, frozen=True, kw_only=True, gc=False):  # holds no cycle, an
     text: str
 
 
+class CalledFunction(Body, frozen=True, kw_only=True, gc=False):
+    name: Annotated[str, Meta(min_length=1, max_length=256)]
+    arguments: Annotated[str | None, Meta(description="JSON, as text.")] = None
+
+
+class ToolCall(Body, frozen=True, kw_only=True, gc=False):
+    """A call in an assistant's message of the past. ``index`` numbers it in a stream, and is not used."""
+
+    function: CalledFunction
+    id: Annotated[str, Meta(max_length=256)] | None = None
+    type: Literal["function"] = "function"
+    index: int | None = None
+
+    def as_template_input(self, arguments: Callable[[str], Any]) -> dict[str, Any]:
+        """Returns the call for a chat template; ``arguments`` makes them from their text."""
+        function = {"name": self.function.name, "arguments": arguments(self.function.arguments or "")}
+        call = {"type": self.type, "function": function}
+        return call if self.id is None else {"id": self.id, **call}
+
+
 class ChatMessage(Body, frozen=True, kw_only=True, gc=False):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
     name: Annotated[str, Meta(max_length=256)] | None = None
+    tool_calls: Annotated[
+        Annotated[list[ToolCall], Meta(max_length=MAX_TOOL_CALLS)] | None,
+        Meta(description="Calls of the past, in messages of the role `assistant`; the chat template renders them."),
+    ] = None
+    tool_call_id: Annotated[
+        Annotated[str, Meta(max_length=256)] | None,
+        Meta(description="The call that a message of the role `tool` answers."),
+    ] = None
 
-    def as_template_input(self) -> dict[str, str]:
-        """Returns the message for a chat template: its content as text, and ``system`` for the role ``developer``."""
+    def __post_init__(self) -> None:
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError("Only the role `assistant` has `tool_calls`")
+        if self.tool_call_id and self.role != "tool":
+            raise ValueError("Only the role `tool` has a `tool_call_id`")
+
+    @property
+    def text(self) -> str | None:
         content = self.content
-        text = content if isinstance(content, str) else "".join(part.text for part in content or ())
-        role = "system" if self.role == "developer" else self.role
-        return {"role": role, "content": text} | ({"name": self.name} if self.name is not None else {})
+        if content is None:
+            return None if self.tool_calls else ""  # templates ask whether a message with calls says something, too
+        return content if isinstance(content, str) else "".join(part.text for part in content)
+
+    def as_template_input(self, arguments: Callable[[str], Any] = str) -> dict[str, Any]:
+        """Returns the message for a chat template: its content as text, and ``system`` for the role ``developer``.
+        ``arguments`` makes a call's arguments from their text."""
+        said: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
+        if self.name is not None:
+            said["name"] = self.name
+        if self.tool_calls:
+            said["tool_calls"] = [call.as_template_input(arguments) for call in self.tool_calls]
+        if self.tool_call_id:
+            said["tool_call_id"] = self.tool_call_id
+        return said
 
 
 Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]

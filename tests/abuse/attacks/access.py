@@ -93,7 +93,7 @@ async def many_keys(target: Target) -> None:
 async def no_key(target: Target) -> None:
     """What is shown without a key where keys are asked for: nothing of the model, and no page that loads another site's
     scripts."""
-    for path in ("/openapi.json", "/docs", "/redoc", "/v1/models", "/tokenizer_info", "/version", "/ready"):
+    for path in ("/", "/openapi.json", "/docs", "/redoc", "/v1/models", "/tokenizer_info", "/version", "/ready"):
         answer = await target.dialer(None).get(path)
         target.check(b"pocket" not in answer.body, f"{path} names the model to somebody without a key")
         target.check(b"https://cdn." not in answer.body, f"{path} loads scripts of another site")

@@ -35,6 +35,7 @@ def numbered(head: bytes, value: bytes, tail: bytes) -> Filled:
 
 
 _MESSAGE = b'{"messages":[{"role":"user","content":'
+_CALLS = b'{"messages":[{"role":"assistant","tool_calls":['
 _OPTIONS = _MESSAGE + b'""}],"chat_template_kwargs":{'
 _SHAPES: dict[str, tuple[str, Filled, str | None]] = {
     "lists as prompts": (COMPLETIONS, filled(b'{"prompt":[', b"[]", b"]}"), "prompt"),
@@ -44,6 +45,8 @@ _SHAPES: dict[str, tuple[str, Filled, str | None]] = {
     "empty parts": (CHAT, filled(_MESSAGE + b"[", b"{}", b"]}]}"), "messages.0.content.0.type"),
     "parts with a field more": (CHAT, filled(_MESSAGE + b"[", b'{"type":"text","text":"","x":null}', b"]}]}"), None),
     "empty messages": (CHAT, filled(b'{"messages":[', b"{}", b"]}"), "messages.0.role"),
+    "tool calls": (CHAT, filled(_CALLS, b'{"function":{"name":"f"}}', b"]}]}"), "messages.0.tool_calls"),
+    "fields of a tool call": (CHAT, numbered(_CALLS + b'{"function":{"name":"f"},', b"1", b"}]}]}"), None),
     "messages": (CHAT, filled(b'{"messages":[', b'{"role":"user"}', b"]}"), "messages"),
     "lists as template options": (CHAT, numbered(_OPTIONS, b"[]", b"}}"), "chat_template_kwargs"),
     "template options": (CHAT, numbered(_OPTIONS, b"1", b"}}"), "chat_template_kwargs"),

@@ -18,7 +18,7 @@ from testkit.processes.hostile_bodies import SIZE, hostile_bodies
 
 from services.errors import InvalidRequest, UnsupportedParameter
 from services.gateway.parse import Parser
-from services.gateway.schema import NO_OPS, ChatBody, CompletionBody, DetokenizeBody
+from services.gateway.schema import NO_OPS, UNUSED, ChatBody, CompletionBody, DetokenizeBody
 
 PARSERS: dict[str, Parser[Any]] = {
     "/v1/completions": Parser(CompletionBody),
@@ -140,7 +140,27 @@ def test_what_changes_nothing_is_taken_wherever_it_stands():
 @pytest.mark.parametrize(
     ("messages", "param"),
     [
-        ([{"role": "user", "content": "x", "tool_calls": []}], "messages.0.tool_calls"),
+        ([{"role": "user", "content": "x", "tool_calls": [{"function": {"name": "f"}}]}], "messages.0"),
+        ([{"role": "user", "content": "x", "tool_call_id": "1"}], "messages.0"),
+        ([{"role": "assistant", "tool_calls": [{"function": {}}]}], "messages.0.tool_calls.0.function.name"),
+        (
+            [{"role": "assistant", "tool_calls": [{"type": "custom", "function": {"name": "f"}}]}],
+            "messages.0.tool_calls.0.type",
+        ),
+        (
+            [{"role": "assistant", "tool_calls": [{"function": {"name": "f"}, "odd": 1}]}],
+            "messages.0.tool_calls.0.odd",
+        ),
+        (
+            [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "odd": 1}}]}],
+            "messages.0.tool_calls.0.function.odd",
+        ),
+        (
+            [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}],
+            "messages.0.tool_calls.0.function.arguments",
+        ),
+        ([{"role": "assistant", "function_call": {"name": "f"}}], "messages.0.function_call"),
+        ([{"role": "assistant", "reasoning_content": "so"}], "messages.0.reasoning_content"),
         ([{"role": "user"}, {"role": "user", "odd": 1}], "messages.1.odd"),
         ([{"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "text"}]}], "messages.0.content.1.text"),
         ([{"role": "user", "content": [{"type": "text", "text": "x", "odd": 1}]}], "messages.0.content.0.odd"),
@@ -159,6 +179,86 @@ def test_a_wrong_message_is_named(messages, param):
     with pytest.raises(InvalidRequest) as refused:
         CHAT.parse(json.dumps({"messages": messages}).encode())
     assert refused.value.param == param
+
+
+def test_what_says_nothing_in_messages_of_the_past_passes():
+    """OpenAI's own answers hold such fields, and clients send them back as they are."""
+    said = {
+        "role": "assistant",
+        "content": "x",
+        "refusal": None,
+        "annotations": [],
+        "audio": {},
+        "odd": "",
+        "odder": [],
+    }
+    call = {"index": 0, "id": "1", "type": "function", "odd": None}
+    call |= {"function": {"name": "f", "arguments": '{"a": 1}', "odd": []}}
+    answer = {"role": "tool", "tool_call_id": "1", "name": "f", "content": [{"type": "text", "text": "y", "odd": {}}]}
+    messages = [{**said, "tool_calls": []}, {"role": "assistant", "tool_calls": [call]}, answer]
+    body = CHAT.parse(json.dumps({"messages": messages}).encode())
+    assert [message.as_template_input() for message in body.messages] == [
+        {"role": "assistant", "content": "x"},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}],
+        },
+        {"role": "tool", "content": "y", "name": "f", "tool_call_id": "1"},
+    ]
+
+
+GOOD_UNUSED = {
+    "metadata": [{}, {"k" * 64: "v" * 512}, {str(number): "v" for number in range(16)}],
+    "prompt_cache_key": ["a"],
+    "safety_identifier": ["a"],
+    "service_tier": ["auto", "default", "flex", "priority", "scale"],
+    "store": [True, False],
+}
+WRONG_UNUSED = {
+    "metadata": [{str(number): "v" for number in range(17)}, {"k" * 65: "v"}, {"k": "v" * 513}, {"k": 1}, []],
+    "prompt_cache_key": ["a" * 1025, 1],
+    "safety_identifier": ["a" * 1025, 1],
+    "service_tier": ["best", 1],
+    "store": ["yes", {}],
+}
+
+
+def test_what_changes_no_answer_is_checked_and_dropped():
+    assert set(GOOD_UNUSED) == set(WRONG_UNUSED) == set(UNUSED)
+    bare = COMPLETION.parse(b'{"prompt": "x"}').canonical()
+    for name in UNUSED:
+        for value in (None, *GOOD_UNUSED[name]):
+            assert COMPLETION.parse(json.dumps({"prompt": "x", name: value}).encode()).canonical() == bare
+        for value in WRONG_UNUSED[name]:
+            with pytest.raises(InvalidRequest) as refused:
+                COMPLETION.parse(json.dumps({"prompt": "x", name: value}).encode())
+            assert refused.value.param.split(".")[0] == name
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ({"max_token": 5}, "max_token is not supported. Did you mean max_tokens?"),
+        ({"temprature": 1}, "temprature is not supported. Did you mean temperature?"),
+        ({"stream_options": {"include_usages": True}}, "include_usages is not supported. Did you mean include_usage?"),
+        (
+            {"messages": [{"role": "user", "contents": "x"}]},
+            "messages.0.contents is not supported. Did you mean content?",
+        ),
+        ({"qqq": 1}, "qqq is not supported. Leave it out."),
+        ({"m" * 50: 1}, "m is not supported. Leave it out."),
+        ({"tools": [{}]}, "Tool calling ('tools') is not supported yet; see docs/api.md#not-supported."),
+        ({"response_format": {"type": "json_object"}}, "Structured output ('response_format') is not supported yet;"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "Images ('image_url') are not supported;",
+        ),
+    ],
+)
+def test_a_refusal_says_what_was_asked_for_or_what_may_have_been_meant(body, says):
+    with pytest.raises(UnsupportedParameter, match=re.escape(says)):
+        CHAT.parse(json.dumps({"messages": [{"role": "user", "content": "x"}]} | body).encode())
 
 
 @pytest.mark.parametrize(
