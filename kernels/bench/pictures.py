@@ -1,8 +1,8 @@
 """The style that all pictures share: a function that draws a figure in, SVG text out.
 
 The same data gives the same bytes: no date, no random names, fonts' measures from matplotlib's own file, coordinates to
-a hundredth of a point. Colours are Okabe and Ito's, which colour-blind people tell apart; a page in dark mode gets
-lighter ones. Text stays text. matplotlib is imported only when something is drawn.
+a hundredth of a point. Colours follow Okabe and Ito, for colour-blind readers; a page in dark mode gets lighter ones.
+Text stays text. matplotlib is imported only when something is drawn.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 
-INSTALL: Final = "Pictures are drawn with matplotlib: pip install 'expertmesh[plots]'."
+INSTALL: Final = "Pictures are drawn with matplotlib: pip install -e '.[plots]' in the clone."
 
 INK, MILD, RULE, PAPER = "#1f2328", "#59636e", "#d1d9e0", "#ffffff"
 BLUE, ORANGE, GREEN, PINK = "#0072b2", "#d55e00", "#009e73", "#b6498a"
@@ -112,7 +112,7 @@ def figure(width: float, height: float, title: str) -> Figure:
 def _svg(drawn: Figure) -> str:
     text = io.StringIO()
     drawn.savefig(text, format="svg", metadata={"Title": drawn.get_suptitle(), "Date": None, "Creator": None})
-    short = _ATTRIBUTE.sub(lambda value: _LONG.sub(_hundredths, value[0]), text.getvalue())
+    short = _ATTRIBUTE.sub(lambda value: _LONG.sub(_hundredths, " ".join(value[0].split())), text.getvalue())
     lines = (line.rstrip() for line in short.replace("</style>", _dark() + "</style>", 1).splitlines())
     return "\n".join([*lines, ""])
 

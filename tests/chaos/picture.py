@@ -50,7 +50,8 @@ def timeline(figures: Mapping[str, Any]) -> Figure:
     above.set_title(f"{figures['requests']:,} requests, {figures['tokens']:,} tokens, {len(events)} events: {wrong}")
     _latencies(above, seconds, last)
     for event in events:  # under the lines
-        above.axvspan(event["at_s"], event["at_s"] + _width(event, last), color=_colour(event), alpha=0.15, linewidth=0)
+        span = event["at_s"], event["at_s"] + _width(event, last)
+        above.axvspan(*span, color=_colour(event), alpha=0.15, linewidth=0, zorder=0)
     _lanes(below, lanes, events, last)
     return drawn
 
@@ -81,7 +82,7 @@ def _lanes(axes: Axes, lanes: Sequence[str], events: Sequence[Mapping[str, Any]]
             if event["longest_gap_ms"] >= _WORTH_SAYING_MS:
                 _say(axes, at, at + width, lane, f"{event['longest_gap_ms'] / 1e3:.1f} s", then - at - width, last)
     axes.set_yticks(range(len(lanes)), [_KINDS[kind][1] for kind in lanes], color=INK)
-    axes.set_ylim(len(lanes) - 0.5, -0.5)
+    axes.set_ylim(max(len(lanes), 1) - 0.5, -0.5)
     axes.set_xlim(0, last)
     axes.set_xlabel("seconds since the load began")
 

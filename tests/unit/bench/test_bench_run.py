@@ -264,7 +264,7 @@ def test_a_plot_without_matplotlib_is_refused_before_anything_is_measured(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(SystemExit):
         run.main(["--device", "cpu", "--plot", str(tmp_path)])
-    assert "pip install 'expertmesh[plots]'" in capsys.readouterr().err
+    assert "pip install -e '.[plots]'" in capsys.readouterr().err
 
 
 def test_kernels_can_be_compiled_ahead_in_other_processes(tmp_path: Path) -> None:

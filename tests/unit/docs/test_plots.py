@@ -52,8 +52,8 @@ def test_the_same_data_gives_the_same_bytes_whatever_a_user_has_set() -> None:
 def test_without_matplotlib_one_sentence_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     assert missing() == ""
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert "pip install 'expertmesh[plots]'" in missing()
-    with pytest.raises(ModuleNotFoundError, match=r"expertmesh\[plots\]"):
+    assert "pip install -e '.[plots]'" in missing()
+    with pytest.raises(ModuleNotFoundError, match=r"plots"):
         line("x")
 
 

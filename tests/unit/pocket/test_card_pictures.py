@@ -34,7 +34,7 @@ def test_a_card_without_matplotlib_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert script("card").main(["--root", str(root)]) == 1
-    assert "pip install 'expertmesh[plots]'" in capsys.readouterr().err
+    assert "pip install -e '.[plots]'" in capsys.readouterr().err
 
 
 def test_no_held_out_loss_is_cut_off() -> None:
