@@ -15,6 +15,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from bench.pictures import INSTALL
 from pocket_moe.card.collect import collect
 from pocket_moe.card.facts import Facts, load_facts
 from pocket_moe.card.plots_heat import heat_map
@@ -23,6 +24,7 @@ from pocket_moe.card.text import card
 from pocket_moe.card.training import unexplained
 from pocket_moe.card.weights import weights_readmes
 from pocket_moe.command import WORK, parser, reported
+from pocket_moe.errors import needed
 from pocket_moe.readers.sources import load_sources
 
 HERE = Path(__file__).resolve().parent
@@ -37,6 +39,7 @@ def _card(args: argparse.Namespace) -> int:
     if args.collect:
         runs = {"moe": args.moe_runs, "dense": args.dense_runs}
         collect(args.work, args.root / "records", runs, load_sources(args.sources))
+    needed("matplotlib", INSTALL)
     facts = load_facts(args.root)
     wrong = unexplained(facts)
     for sentence in wrong:
@@ -46,16 +49,23 @@ def _card(args: argparse.Namespace) -> int:
 
 
 def render(facts: Facts) -> dict[str, str]:
-    """Texts by path below the example's folder."""
+    """Contents of files by path below the example's folder."""
+    return texts(facts) | pictures(facts)
+
+
+def texts(facts: Facts) -> dict[str, str]:
+    return {"MODEL_CARD.md": card(facts)} | weights_readmes(facts)
+
+
+def pictures(facts: Facts) -> dict[str, str]:
     runs = {"MoE": facts.moe, "dense": facts.dense}
     training = {name: run.training_curve for name, run in runs.items()}
     heldout = {name: run.heldout_curve for name, run in runs.items()}
     return {
-        "MODEL_CARD.md": card(facts),
         "plots/loss.svg": loss_curves(training, heldout),
         "plots/experts.svg": heat_map(facts.load),
         "plots/load.svg": peaks(facts.load),
-    } | weights_readmes(facts)
+    }
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -37,16 +37,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def regenerate(text: str, records: Iterable[Mapping[str, str]]) -> str:
     """``text`` with the tables between markers made again."""
-    latest = _latest(records)
+    newest = latest(records)
 
     def table(match: re.Match[str]) -> str:
         suite = match["suite"]
-        return f"{match[1]}{_table(suite, [record for record in latest if record['suite'] == suite])}{match[3]}"
+        return f"{match[1]}{_table(suite, [record for record in newest if record['suite'] == suite])}{match[3]}"
 
     return BLOCK.sub(table, text)
 
 
-def _latest(records: Iterable[Mapping[str, str]]) -> list[Mapping[str, str]]:
+def latest(records: Iterable[Mapping[str, str]]) -> list[Mapping[str, str]]:
     """The last record of each measurement that ran on a GPU or failed there, in the order of the first ones."""
     found: dict[tuple[str, ...], Mapping[str, str]] = {}
     for record in records:

@@ -20,6 +20,7 @@ from bench.case import OPS
 from bench.floors import WEIGHT_BYTES
 from bench.machine import this_machine
 from bench.measuring import Settings, measure_shape
+from bench.pictures import missing
 from bench.precompile import Compilers, compilers
 from bench.providers import PROVIDERS
 from bench.render import for_suite
@@ -91,6 +92,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         print("on a CPU nothing is recorded unless --csv names a file", file=sys.stderr)
     elif options.csv is None:
         options.csv = results.DEFAULT_CSV
+    if options.plot and (sentence := missing()):
+        parser.error(sentence)
     try:
         if options.csv:
             results.start(options.csv)

@@ -1,6 +1,6 @@
 """Idle share of expert workers with and without a barrier across attention workers (ExpertFlow, figures 3.2 and 3.3).
 
-    PYTHONPATH=.:tests:examples/pocket-moe .venv/bin/python perf/fabric/barrier.py --svg docs/plots/barrier.svg
+    PYTHONPATH=.:tests .venv/bin/python perf/fabric/barrier.py --json FIGURES.json --svg PICTURE.svg
 
 Expert servers in processes, tcp links, attention sources in threads. Experts and attention sleep for their time instead
 of computing, so that two cores can play seven machines; frames, inbox, joining and routing are real. Two minutes.
@@ -9,11 +9,16 @@ of computing, so that two cores can play seven machines; frames, inbox, joining 
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from bench.pictures import BLUE, INK, ORANGE, figure, missing, picture
 from perf.kit.barrier import Outcome, Source, measure, stage
-from pocket_moe.card.plots import Picture, Scale
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 WORKERS = 3
 EXPERT_ROW_S, ATTENTION_ROW_S = 500e-6, 1000e-6
@@ -29,6 +34,7 @@ LOADS: Mapping[str, Sequence[Source]] = {
         ("uneven", (30, 10, 5, 3)),
     )
 }
+WAYS = ("barrier in each layer", "no barrier")
 Results = Mapping[str, tuple[Outcome, Outcome]]
 """Load -> with the barrier, without."""
 
@@ -36,16 +42,21 @@ Results = Mapping[str, tuple[Outcome, Outcome]]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--seconds", type=float, default=8.0, help="of each measurement")
+    parser.add_argument("--json", type=Path, help="where the figures of the picture go")
     parser.add_argument("--svg", type=Path, help="where the picture goes")
     args = parser.parse_args()
+    if args.svg and (sentence := missing()):
+        parser.error(sentence)
     print(f"{WORKERS} expert workers; rows of each source; 'idle' by worker, in per cent")
     print(f"{'load':20} {'rows':>16}   barrier idle  rows/s     free idle  rows/s   gain")
     results = {}
     for name, sources in LOADS.items():
         results[name] = both_ways(sources, args.seconds)
         print(line(name, sources, *results[name]), flush=True)
+    if args.json:
+        args.json.write_text(json.dumps(figures(results), indent=1) + "\n", encoding="utf-8")
     if args.svg:
-        args.svg.write_text(picture(results))
+        args.svg.write_text(idle(figures(results)), encoding="utf-8")
 
 
 def both_ways(sources: Sequence[Source], seconds: float) -> tuple[Outcome, Outcome]:
@@ -65,24 +76,35 @@ def _per_cent(shares: Sequence[float]) -> str:
     return " ".join(f"{100 * share:.0f}" for share in shares)
 
 
-def picture(results: Results) -> str:
+def figures(results: Results) -> dict[str, Any]:
+    """What the picture shows: load -> way -> idle shares, the mean over workers and the one that idles most."""
+    return {
+        name: {
+            way: {"mean": round(outcome.mean_idle, 4), "most": round(max(outcome.idle), 4)}
+            for way, outcome in zip(WAYS, ways, strict=True)
+        }
+        for name, ways in results.items()
+    }
+
+
+@picture
+def idle(figures: Mapping[str, Any]) -> Figure:
     """Two bars a load: the mean over workers, with a mark for the one that idles most."""
-    left, height = 140, 14
-    image = Picture(640, 76 + 42 * len(results), "Idle share of expert workers, with and without a barrier")
-    image.text(left, 20, "Idle share of the expert workers, in per cent", size=15)
-    image.text(left, 38, "bar: mean over 3 workers, line: the one that idles most", style="mild")
-    image.text(left + 340, 38, "barrier in each layer", style="name a")
-    image.text(left + 340, 54, "no barrier", style="name b")
-    scale = Scale(0, 1, left, 590)
-    for place, (name, ways) in enumerate(results.items()):
-        top = 62 + 42 * place
-        image.text(left - 8, top + height + 3, name, anchor="end")
-        for row, (way, style) in enumerate(zip(ways, ("a", "b"), strict=True)):
-            y = top + row * (height + 1)
-            image.bar(left, y, scale.at(way.mean_idle) - left, height, style=style, opacity=0.75)
-            image.bar(scale.at(max(way.idle)) - 1, y, 2, height, style=style)
-            image.text(scale.at(max(way.idle)) + 6, y + 11, f"{100 * way.mean_idle:.0f}", size=10, style="mild")
-    return image.svg()
+    drawn = figure(6.6, 1.2 + 0.48 * len(figures), "Idle share of the expert workers")
+    axes = drawn.subplots()
+    for way, shift, colour in zip(WAYS, (-0.2, 0.2), (ORANGE, BLUE), strict=True):
+        places, shares = [place + shift for place in range(len(figures))], [ways[way] for ways in figures.values()]
+        bars = axes.barh(places, [share["mean"] for share in shares], height=0.37, color=colour, alpha=0.7, label=way)
+        axes.bar_label(bars, [f"{100 * share['mean']:.0f} %" for share in shares], label_type="center", color=INK)
+        axes.scatter([share["most"] for share in shares], places, marker="D", s=16, color=colour)
+    axes.set_yticks(range(len(figures)), list(figures), color=INK)
+    axes.set_ylim(len(figures) - 0.5, -0.5)
+    axes.set_xlim(0, 1)
+    axes.xaxis.set_major_formatter(lambda share, _: f"{100 * share:.0f} %")
+    axes.grid(visible=False)
+    axes.set_title(f"bar: mean over {WORKERS} workers, diamond: the one that idles most")
+    drawn.legend(loc="outside lower center", ncols=2)
+    return drawn
 
 
 if __name__ == "__main__":

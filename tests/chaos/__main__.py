@@ -19,6 +19,7 @@ from testkit.processes.background import ended
 from testkit.processes.cluster import Cluster, Shape, deployed
 from testkit.processes.iproute import delay_obstacle, obstacle
 
+from bench.pictures import missing
 from chaos.checker import Bounds, check
 from chaos.clients import KeyedLoad
 from chaos.faults import Faults
@@ -78,7 +79,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--history", type=Path, metavar="FILE", help="keep what clients saw there, as JSON lines")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the timeline there")
     parser.add_argument("--logs", type=Path, metavar="DIR", help="keep the processes' logs there")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    if options.svg and (sentence := missing()):
+        parser.error(sentence)
+    return options
 
 
 def _kinds(text: str) -> list[Kind]:

@@ -4,136 +4,101 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from pocket_moe.card.plots import Picture, Scale, steps
+from bench.pictures import BLUE, GREEN, INK, ORANGE, PINK, figure, picture
 
-_WIDTH, _LEFT, _RIGHT, _TOP, _PLOT, _LANE = 980, 144, 24, 84, 300, 20
-_MIN_MS, _WORTH_SAYING_MS = 10.0, 500.0
-"""Figures below the first are drawn at it; waits above the second are written next to their event."""
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+TITLE: Final = "What a client waits for the next token while parts of the deployment die"
+_WORTH_SAYING_MS = 500.0
+"""Waits above it are written next to their event."""
 _KINDS: Final[Mapping[str, tuple[str, str]]] = {
-    "kill experts": ("a", "kill -9, expert worker"),
-    "kill attention": ("a", "kill -9, attention worker"),
-    "kill leader": ("a", "kill -9, leading scheduler"),
-    "kill gateway": ("a", "kill -9, gateway"),
-    "kill redis": ("a", "kill -9, Redis"),
-    "leave experts": ("d", "SIGTERM, expert worker"),
-    "stop experts": ("d", "stopped, expert worker"),
-    "stop attention": ("d", "stopped, attention worker"),
-    "stop leader": ("d", "stopped, leading scheduler"),
-    "stop gateway": ("d", "stopped, gateway"),
-    "stop redis": ("d", "stopped, Redis"),
-    "cut": ("c", "link cut, 5 s"),
-    "cut to": ("c", "link cut one way, to host"),
-    "cut from": ("c", "link cut one way, from host"),
-    "delay": ("c", "link delayed, 50 ms"),
-    "lose": ("c", "link loses 5 %"),
+    "kill experts": (ORANGE, "kill -9, expert worker"),
+    "kill attention": (ORANGE, "kill -9, attention worker"),
+    "kill leader": (ORANGE, "kill -9, leading scheduler"),
+    "kill gateway": (ORANGE, "kill -9, gateway"),
+    "kill redis": (ORANGE, "kill -9, Redis"),
+    "leave experts": (PINK, "SIGTERM, expert worker"),
+    "stop experts": (PINK, "stopped, expert worker"),
+    "stop attention": (PINK, "stopped, attention worker"),
+    "stop leader": (PINK, "stopped, leading scheduler"),
+    "stop gateway": (PINK, "stopped, gateway"),
+    "stop redis": (PINK, "stopped, Redis"),
+    "cut": (GREEN, "link cut, 5 s"),
+    "cut to": (GREEN, "link cut one way, to host"),
+    "cut from": (GREEN, "link cut one way, from host"),
+    "delay": (GREEN, "link delayed, 50 ms"),
+    "lose": (GREEN, "link loses 5 %"),
 }
 """Colour and name of each kind of event."""
-_LINES: Final = ((4, "a", "longest"), (3, "d", "95th percentile"), (2, "b", "median"))
+_LINES: Final = ((4, ORANGE, "longest"), (3, PINK, "95th percentile"), (2, BLUE, "median"))
 """Column of a second's figures, colour, name."""
 
 
-def timeline(figures: Mapping[str, Any]) -> str:
-    """SVG. Latency is logarithmic; a second without a token is a break in the lines."""
+@picture
+def timeline(figures: Mapping[str, Any]) -> Figure:
+    """Latency is logarithmic; a second without a token is a break in the lines."""
     seconds, events = figures["seconds"], figures["events"]
     lanes = [kind for kind in _KINDS if any(event["kind"] == kind for event in events)]
-    bottom = _TOP + _PLOT
-    picture = Picture(_WIDTH, bottom + 44 + _LANE * len(lanes) + 16, "Inter-token latency while things die")
     last = max([row[0] + 1 for row in seconds] + [event["at_s"] + event["for_s"] for event in events] + [1])
-    x_axis = Scale(0, last, _LEFT, _WIDTH - _RIGHT)
-    y_axis = _decades([row[2] for row in seconds] + [row[4] for row in seconds])
-    _head(picture, figures)
-    for event in events:  # under the lines
-        picture.bar(x_axis.at(event["at_s"]), _TOP, _width(x_axis, event), _PLOT, style=_colour(event), opacity=0.12)
-    _axes(picture, x_axis, y_axis, last)
-    for column, style, _ in _LINES:
-        for run in _runs(seconds):
-            points = [(x_axis.at(row[0] + 0.5), y_axis.at(_log(row[column]))) for row in run]
-            picture.line(points, style=style, faint=column == 4)
-    _lanes(picture, x_axis, lanes, events, bottom + 44)
-    return picture.svg()
-
-
-def _head(picture: Picture, figures: Mapping[str, Any]) -> None:
+    drawn = figure(10.2, 4.4 + 0.21 * len(lanes), TITLE)
+    above, below = drawn.subplots(2, sharex=True, height_ratios=(3.1, 0.4 + 0.21 * len(lanes)))
     wrong = ", ".join(f"{figures[kind]} {kind}" for kind in ("lost", "doubled", "changed"))
-    picture.text(_LEFT, 24, "What a client waits for the next token while parts of the deployment die", size=17)
-    said = f"{figures['requests']:,} requests, {figures['tokens']:,} tokens, {len(figures['events'])} events: {wrong}"
-    picture.text(_LEFT, 43, said, size=12, style="mild")
-    x = float(_LEFT)
-    for _, style, name in reversed(_LINES):
-        picture.line([(x, 62), (x + 22, 62)], style=style, faint=name == "longest")
-        picture.text(x + 28, 66, f"{name} of each second")
-        x += 62 + 6.2 * len(f"{name} of each second")
+    above.set_title(f"{figures['requests']:,} requests, {figures['tokens']:,} tokens, {len(events)} events: {wrong}")
+    _latencies(above, seconds, last)
+    for event in events:  # under the lines
+        span = event["at_s"], event["at_s"] + _width(event, last)
+        above.axvspan(*span, color=_colour(event), alpha=0.15, linewidth=0, zorder=0)
+    _lanes(below, lanes, events, last)
+    return drawn
 
 
-def _axes(picture: Picture, x_axis: Scale, y_axis: _Logarithmic, last: float) -> None:
-    bottom = _TOP + _PLOT
-    for power in y_axis.powers:
-        picture.rule(_LEFT, y_axis.at(power), _WIDTH - _RIGHT, y_axis.at(power))
-        label = f"{10**power:g} ms" if power < 3 else f"{10 ** (power - 3):g} s"
-        picture.text(_LEFT - 8, y_axis.at(power) + 4, label, anchor="end", style="mild")
-    picture.text(_LEFT - 8, _TOP - 10, "inter-token latency", anchor="end", style="mild")
-    for value in steps(0, last, 10):
-        picture.text(x_axis.at(value), bottom + 18, f"{value:g}", anchor="middle", style="mild")
-    picture.text(_WIDTH - _RIGHT, bottom + 34, "seconds since the load began", anchor="end", style="mild")
+def _latencies(axes: Axes, seconds: Sequence[Sequence[float]], last: float) -> None:
+    from matplotlib.ticker import LogLocator
+
+    known = {int(row[0]): row for row in seconds}
+    edges = list(range(math.ceil(last) + 1))
+    for column, colour, name in _LINES:
+        values = [max(known[at][column], 1.0) if at in known else math.nan for at in edges[:-1]]
+        axes.stairs(values, edges, baseline=None, color=colour, label=name, linewidth=1.3)
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 3)))
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value / 1e3:g} s" if value >= 1e3 else f"{value:g} ms")
+    axes.set_ylabel("inter-token latency in each second")
+    axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=3, columnspacing=1.2, handlelength=1.4)
 
 
-def _lanes(
-    picture: Picture, x_axis: Scale, lanes: Sequence[str], events: Sequence[Mapping[str, Any]], top: float
-) -> None:
+def _lanes(axes: Axes, lanes: Sequence[str], events: Sequence[Mapping[str, Any]], last: float) -> None:
     """A row for each kind: a bar as long as the event, and next to it the longest wait if that was long."""
-    for number, kind in enumerate(lanes):
-        y = top + number * _LANE
-        picture.text(_LEFT - 8, y + 10, _KINDS[kind][1], size=10, anchor="end")
-        picture.rule(_LEFT, y + 7, _WIDTH - _RIGHT, y + 7)
-        for event in events:
-            if event["kind"] == kind:
-                x, width, waited = x_axis.at(event["at_s"]), _width(x_axis, event), event["longest_gap_ms"]
-                picture.bar(x, y + 1, width, 12, style=_colour(event))
-                if waited >= _WORTH_SAYING_MS:
-                    _say(picture, x, x + width, y + 10, f"{waited / 1e3:.1f} s")
+    for lane, kind in enumerate(lanes):
+        mine = sorted((event for event in events if event["kind"] == kind), key=lambda event: float(event["at_s"]))
+        bars = [(event["at_s"], _width(event, last)) for event in mine]
+        axes.broken_barh(bars, (lane - 0.32, 0.64), color=_KINDS[kind][0])
+        following = [*(event["at_s"] for event in mine[1:]), last]
+        for event, (at, width), then in zip(mine, bars, following, strict=True):
+            if event["longest_gap_ms"] >= _WORTH_SAYING_MS:
+                _say(axes, at, at + width, lane, f"{event['longest_gap_ms'] / 1e3:.1f} s", then - at - width, last)
+    axes.set_yticks(range(len(lanes)), [_KINDS[kind][1] for kind in lanes], color=INK)
+    axes.set_ylim(max(len(lanes), 1) - 0.5, -0.5)
+    axes.set_xlim(0, last)
+    axes.set_xlabel("seconds since the load began")
 
 
-def _say(picture: Picture, left: float, right: float, y: float, text: str) -> None:
-    """Write to the right of what is there, or to its left where the picture ends."""
-    if right + 26 > _WIDTH - _RIGHT:
-        picture.text(left - 3, y, text, size=9, anchor="end")
-    else:
-        picture.text(right + 3, y, text, size=9)
+def _say(axes: Axes, left: float, right: float, lane: int, text: str, room: float, last: float) -> None:
+    """Write to the right of what is there, or to its left where something follows soon or the picture ends."""
+    side, at, shift = ("left", right, 3) if room > 0.04 * last else ("right", left, -3)
+    axes.annotate(
+        text, (at, lane), (shift, 0), textcoords="offset points", ha=side, va="center_baseline", fontsize="small"
+    )
 
 
-def _width(x_axis: Scale, event: Mapping[str, Any]) -> float:
-    return max(2.0, x_axis.at(event["for_s"]) - x_axis.at(0))
+def _width(event: Mapping[str, Any], last: float) -> float:
+    """Seconds; what takes no time is as wide as can be seen."""
+    return max(float(event["for_s"]), last / 400)
 
 
 def _colour(event: Mapping[str, Any]) -> str:
     return _KINDS[event["kind"]][0]
-
-
-class _Logarithmic(Scale):
-    """A scale from one power of ten to another."""
-
-    def __init__(self, low: int, high: int) -> None:
-        super().__init__(low, high, _TOP + _PLOT, _TOP)
-        self.powers = range(low, high + 1)
-
-
-def _decades(milliseconds: Sequence[float]) -> _Logarithmic:
-    logs = [_log(value) for value in milliseconds] or [0.0]
-    return _Logarithmic(math.floor(min(logs)), math.ceil(max(logs)))
-
-
-def _log(milliseconds: float) -> float:
-    return math.log10(max(milliseconds, _MIN_MS))
-
-
-def _runs(seconds: Sequence[Sequence[float]]) -> list[list[Sequence[float]]]:
-    """Consecutive seconds together."""
-    found: list[list[Sequence[float]]] = []
-    for row in seconds:
-        if found and row[0] == found[-1][-1][0] + 1:
-            found[-1].append(row)
-        else:
-            found.append([row])
-    return found

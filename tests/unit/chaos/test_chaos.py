@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import xml.etree.ElementTree as ET
+import inspect
+import math
 from typing import Any
 
+import numpy as np
 import pytest
 from chaos.faults import Done
 from chaos.load import Job, Outcome, faults_of, jobs, judge
 from chaos.picture import _KINDS, timeline
 from chaos.plan import KINDS, LEADER, NEED_CABLES, Event, planned
 from chaos.report import longest_of_each_overlap, longest_per_event, report, summary
+from testkit.pictures import texts
 
 from loadgen.client import StreamResult
 
@@ -21,6 +24,7 @@ MEMBERS = {
     "gateway": ["gateway", "gateway-1"],
     "redis": ["redis"],
 }
+LATENCIES = ("median", "95th percentile", "longest")
 JOB = Job(prompt="p", max_tokens=3, token_ids=(5, 6, 7))
 
 
@@ -115,6 +119,13 @@ def test_the_report_counts_and_the_picture_shows() -> None:
     assert [event["longest_gap_ms"] for event in figures["events"]] == [2000, 0]
     assert [row[:2] for row in figures["seconds"]] == [[2, 3], [4, 3]]
     assert any("1 lost" in line for line in summary(figures))
-    texts = [node.text for node in ET.fromstring(timeline(figures)).iter("{http://www.w3.org/2000/svg}text")]
-    assert {"link cut, 5 s", "2.0 s", "kill -9, expert worker", "1 s"} <= set(texts)
-    assert "3 requests, 9 tokens, 2 events: 1 lost, 0 doubled, 0 changed" in texts
+    said = texts(timeline(figures))
+    assert {"link cut, 5 s", "2.0 s", "kill -9, expert worker", "1 s", "seconds since the load began"} <= set(said)
+    assert "3 requests, 9 tokens, 2 events: 1 lost, 0 doubled, 0 changed" in said
+    latencies, lanes = inspect.unwrap(timeline)(figures).axes
+    drawn = {line.get_label(): line.get_data().values for line in latencies.patches if line.get_label() in LATENCIES}
+    for column, name in enumerate(LATENCIES, 2):
+        first, second = (row[column] for row in figures["seconds"])
+        np.testing.assert_array_equal(drawn[name], [math.nan, math.nan, first, math.nan, second])
+    bars = [path.get_extents().x0 for kind in lanes.collections for path in kind.get_paths()]
+    assert sorted(bars) == [2.0, 4.0]

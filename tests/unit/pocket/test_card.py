@@ -29,7 +29,7 @@ def edit(root: Path, name: str, **values: Any) -> None:
 
 
 def page(root: Path, name: str = "MODEL_CARD.md") -> str:
-    text: str = script("card").render(load_facts(root))[name]
+    text: str = script("card").texts(load_facts(root))[name]
     return text
 
 
@@ -204,7 +204,7 @@ def test_weights_carry_the_words_that_licences_want_on_all_copies(root: Path) ->
     own = source | {"licence": "LicenseRef-X", "licence_text": "Keep this.\n\nAnd this."}
     free = source | {"licence": "LicenseRef-public-domain", "licence_text": "Free."}
     edit(root, "manifest.json", sources=[own, free, source | {"licence_text": "BSD."}])
-    files = script("card").render(load_facts(root))
+    files = script("card").texts(load_facts(root))
     for folder in ("model", "speculators/0"):
         text = files[f"{folder}/README.md"]
         assert text.startswith("---\nlicense: apache-2.0\n---\n")

@@ -7,39 +7,42 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pocket_moe.card.plots import Picture
+from bench.pictures import BLUE, INK, ORANGE, figure, picture
 
-_CELL, _GAP, _LEFT, _TOP = 13, 18, 96, 64
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
 _STRONGEST = 4.0
 """Times the even share at which a cell has its full colour."""
+_KEY = (0.25, 0.5, 1.0, 2.0, 4.0)
 
 
-def heat_map(load: Mapping[str, Any]) -> str:
+@picture
+def heat_map(load: Mapping[str, Any]) -> Figure:
     """Small multiples by layer, a domain a row, an expert a column; orange where an expert works for the domain more
     than its even share, blue where less. Columns stand by the domain that the expert works for most."""
     share_DLE = loads(load)
     order = domain_order(share_DLE)
     share_DLE, names = share_DLE[order], [load["domains"][index] for index in order]
     domains, layers, experts = share_DLE.shape
-    panel = _panel_width(share_DLE)
-    picture = Picture(_LEFT + layers * panel, _TOP + domains * _CELL + 60, "Experts by domain, layer by layer")
-    picture.text(_LEFT, 18, "Which experts each domain uses, layer by layer", size=15)
-    picture.text(_LEFT, 36, f"{experts} experts a layer, sorted by the domain they serve most", style="mild")
-    for row, name in enumerate(names):
-        picture.text(_LEFT - 6, _TOP + row * _CELL + 10, name, size=10, anchor="end")
-    for layer in range(layers):
-        left, right = _LEFT + layer * panel, _LEFT + layer * panel + experts * _CELL
-        picture.text(left, _TOP - 8, f"layer {layer}", size=10, style="mild")
-        picture.text((left + right) / 2, _TOP + domains * _CELL + 12, "expert", size=10, anchor="middle", style="mild")
-    for (style, opacity), corners in sorted(_cells(share_DLE).items()):
-        picture.squares(corners, _CELL - 1, style=style, opacity=opacity)
-    _key(picture, _TOP + domains * _CELL + 32)
-    return picture.svg()
+    drawn = figure(1 + 0.13 * layers * experts, 1.7 + 0.17 * domains, "Which experts each domain uses, layer by layer")
+    (plots,) = drawn.subplots(1, layers, sharey=True, squeeze=False)
+    for layer, axes in enumerate(plots):
+        share_DE = share_DLE[:, layer]
+        _cells(axes, share_DE[:, expert_order(share_DE)])
+        axes.set_title(f"layer {layer}")
+        axes.set_xlabel("expert")
+    plots[0].set_yticks(np.arange(domains) + 0.5, names, color=INK)
+    plots[0].set_ylim(domains, 0)
+    shown = "shares of a domain's choices, 1x where its experts share evenly"
+    _key(drawn, f"{shown}; {experts} experts a layer, sorted by the domain they serve most")
+    return drawn
 
 
 def loads(load: Mapping[str, Any]) -> NDArray[np.float64]:
@@ -67,34 +70,34 @@ def expert_order(share_DE: NDArray[np.float64]) -> list[int]:
     )
 
 
-def _cells(
-    share_DLE: NDArray[np.float64],
-) -> dict[tuple[str, float], list[tuple[int, int]]]:
-    """Corners of the cells by colour and strength."""
-    cells: dict[tuple[str, float], list[tuple[int, int]]] = {}
-    for layer in range(share_DLE.shape[1]):
-        for column, expert in enumerate(expert_order(share_DLE[:, layer])):
-            x = _LEFT + layer * _panel_width(share_DLE) + column * _CELL
-            for row, share in enumerate(share_DLE[:, layer, expert].tolist()):
-                cells.setdefault(_shade(share), []).append((x, _TOP + row * _CELL))
-    return cells
+def _cells(axes: Axes, share_DE: NDArray[np.float64]) -> None:
+    """Those of one colour as one shape, which takes a third of the bytes."""
+    from matplotlib.patches import PathPatch
+    from matplotlib.path import Path
+
+    cells: dict[tuple[float, ...], list[Path]] = {}
+    for (row, column), share in np.ndenumerate(share_DE):
+        right, bottom = column + 0.92, row + 0.92
+        corners = [(column, row), (right, row), (right, bottom), (column, bottom), (column, row)]
+        cells.setdefault(_shade(float(share)), []).append(Path(corners, closed=True))
+    for colour, paths in sorted(cells.items()):
+        axes.add_patch(PathPatch(Path.make_compound_path(*paths), color=colour, linewidth=0))
+    axes.set_xlim(0, share_DE.shape[1])
+    axes.set_xticks([])
+    axes.grid(visible=False)
 
 
-def _panel_width(share_DLE: NDArray[np.float64]) -> int:
-    experts: int = share_DLE.shape[2]
-    return experts * _CELL + _GAP
+def _shade(share: float) -> tuple[float, float, float, float]:
+    """Colour, stronger in steps of a twentieth; being left out is less remarkable than being sought."""
+    from matplotlib.colors import to_rgba
 
-
-def _shade(share: float) -> tuple[str, float]:
-    """Colour, and strength in steps of a twentieth; being left out is less remarkable than being sought."""
     strength = min(1.0, abs(math.log(max(share, 1e-6))) / math.log(_STRONGEST))
-    style, opacity = ("a", strength) if share >= 1 else ("b", 0.5 * strength)
-    return style, max(0.05, round(opacity * 20) / 20)
+    colour, opacity = (ORANGE, strength) if share >= 1 else (BLUE, 0.6 * strength)
+    return to_rgba(colour, max(0.05, round(opacity * 20) / 20))
 
 
-def _key(picture: Picture, y: int) -> None:
-    for index, share in enumerate((0.25, 0.5, 1.0, 2.0, 4.0)):
-        x, (style, opacity) = _LEFT + index * 62, _shade(share)
-        picture.squares([(x, y)], _CELL - 1, style=style, opacity=opacity)
-        picture.text(x + _CELL + 4, y + 10, f"{share:g}x", size=10, style="mild")
-    picture.text(_LEFT + 5 * 62, y + 10, "the even share of a domain's choices", size=10, style="mild")
+def _key(drawn: Figure, title: str) -> None:
+    from matplotlib.patches import Patch
+
+    handles = [Patch(color=_shade(share), label=f"{share:g}x") for share in _KEY]
+    drawn.legend(handles=handles, loc="outside lower left", ncols=len(_KEY), title=title, alignment="left")

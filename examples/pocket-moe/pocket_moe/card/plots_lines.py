@@ -3,65 +3,57 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pocket_moe.card.plots import COLOURS, Picture, Scale, steps
+from bench.pictures import BLUE, INK, MILD, ORANGE, SERIES, figure, picture
 
-_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 760, 380, 52, 96, 48, 44
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 _MARGIN = 0.1  # above the highest held-out loss, of the range below it
 Curve = Sequence[tuple[float, float]]
 
 
-def loss_curves(training: Mapping[str, Curve], heldout: Mapping[str, Curve]) -> str:
-    """Nats per token over millions of tokens, by model: faint for training, strong for the held-out split."""
-    picture = Picture(_WIDTH, _HEIGHT, "Loss over training tokens")
-    everything = [point for curves in (training, heldout) for curve in curves.values() for point in curve]
-    tokens, losses = [x for x, _ in everything], [y for _, y in everything]
-    low, top = min(losses), _top(heldout, losses)
-    x_axis = Scale(0, max(tokens), _LEFT, _WIDTH - _RIGHT)
-    y_axis = Scale(low, top, _HEIGHT - _BOTTOM, _TOP)
-    picture.text(_LEFT, 20, "Loss in nats per token over millions of training tokens", size=15)
-    picture.text(_LEFT, 36, "strong: held-out split, faint: training", style="mild")
-    _axes(picture, x_axis, y_axis, max(tokens), (low, top))
-    picture.clip("plot", _LEFT, _TOP, _WIDTH - _RIGHT - _LEFT, _HEIGHT - _BOTTOM - _TOP)
-    for style, (name, curve) in zip(COLOURS, training.items(), strict=False):
-        picture.line([(x_axis.at(x), y_axis.at(y)) for x, y in curve], style=style, faint=True, window="plot")
-        strong = [(x_axis.at(x), y_axis.at(y)) for x, y in heldout.get(name, ())]
-        if strong:
-            picture.line(strong, style=style)
-        end = strong[-1][1] if strong else y_axis.at(curve[-1][1])
-        shift = 8 if style == COLOURS[0] else 0  # two models that end close together
-        picture.text(_WIDTH - _RIGHT + 6, end + shift, name, style=f"name {style}")
-    return picture.svg()
+@picture
+def loss_curves(training: Mapping[str, Curve], heldout: Mapping[str, Curve]) -> Figure:
+    """Nats per token over millions of tokens, by model: thin for training, thick for the held-out split."""
+    drawn = figure(7.6, 3.8, "Loss over training tokens")
+    axes = drawn.subplots()
+    for colour, (name, curve) in zip(SERIES, training.items(), strict=False):
+        if heldout.get(name):
+            label, line = f"{name}, held-out split", heldout[name]
+            axes.plot(*zip(*line, strict=True), color=colour, linewidth=2, marker="o", markersize=3, label=label)
+        axes.plot(*zip(*curve, strict=True), color=colour, linewidth=0.9, alpha=0.8, label=f"{name}, training")
+    losses = [y for curves in (training, heldout) for curve in curves.values() for _, y in curve]
+    axes.set_ylim(min(losses) - 0.02 * (_top(heldout, losses) - min(losses)), _top(heldout, losses))
+    axes.set_xlim(left=0)
+    axes.set_xlabel("millions of training tokens")
+    axes.set_title("nats per token")
+    drawn.legend(loc="outside right upper")
+    return drawn
 
 
-def peaks(load: Mapping[str, Any]) -> str:
+@picture
+def peaks(load: Mapping[str, Any]) -> Figure:
     """Max over mean expert load by domain: a bar for the mean over layers, a mark for the worst layer."""
     rows = sorted(load["domains"], key=lambda name: -_mean(load["peak"][name]))
-    worst = max(max(load["peak"][name]) for name in rows)
-    left, line = 96, 16
-    picture = Picture(640, 66 + line * (len(rows) + 1), "Max over mean expert load by domain")
-    picture.text(left, 20, "Max over mean load of the experts, by domain", size=15)
-    picture.text(left, 36, "bar: mean over layers, line: the worst layer; 1 is an even load", style="mild")
-    scale = Scale(0, worst, left, 590)
-    picture.rule(scale.at(1), 44, scale.at(1), 48 + line * (len(rows) + 1))
     named = [(name, load["peak"][name]) for name in rows] + [("all together", load["peak_of_all"])]
-    for row, (name, peaks_L) in enumerate(named):
-        y, style = 48 + row * line, "a" if row < len(rows) else "b"
-        picture.text(left - 6, y + 10, name, size=10, anchor="end")
-        picture.bar(left, y, scale.at(_mean(peaks_L)) - left, line - 4, style=style, opacity=0.75)
-        picture.bar(scale.at(max(peaks_L)) - 1, y, 2, line - 4, style=style)
-        picture.text(scale.at(_mean(peaks_L)) - 4, y + 9.5, f"{_mean(peaks_L):.2f}", size=10, anchor="end", style="on")
-        picture.text(scale.at(max(peaks_L)) + 5, y + 9.5, f"{max(peaks_L):.2f}", size=10, style="mild")
-    return picture.svg()
-
-
-def _axes(picture: Picture, x_axis: Scale, y_axis: Scale, tokens: float, losses: tuple[float, float]) -> None:
-    for value in steps(*losses, 6):
-        picture.rule(_LEFT, y_axis.at(value), _WIDTH - _RIGHT, y_axis.at(value))
-        picture.text(_LEFT - 6, y_axis.at(value) + 4, f"{value:g}", anchor="end", style="mild")
-    for value in steps(0, tokens, 6):
-        picture.text(x_axis.at(value), _HEIGHT - _BOTTOM + 18, f"{value:g}", anchor="middle", style="mild")
+    drawn = figure(6.6, 1.2 + 0.2 * len(named), "Max over mean load of the experts, by domain")
+    axes = drawn.subplots()
+    means, worst, places = [_mean(peak) for _, peak in named], [max(peak) for _, peak in named], range(len(named))
+    colours = [BLUE] * len(rows) + [ORANGE]
+    bars = axes.barh(places, means, height=0.7, color=colours, alpha=0.7, label="mean over layers")
+    axes.bar_label(bars, fmt="%.2f", padding=3, color=INK)
+    axes.scatter(worst, places, marker="D", s=16, color=colours, label="worst layer")
+    for place, value in zip(places, worst, strict=True):
+        axes.annotate(f"{value:.2f}", (value, place), (6, -3), textcoords="offset points", color=MILD)
+    axes.axvline(1, color=INK, linewidth=0.8, linestyle=":")
+    axes.set_yticks(places, [name for name, _ in named], color=INK)
+    axes.set_ylim(len(named) - 0.4, -0.6)
+    axes.set_xlim(0, 1.1 * max(worst))
+    axes.grid(visible=False)
+    axes.set_title("bar: mean over layers, diamond: the worst layer; 1, the dotted line, is an even load")
+    return drawn
 
 
 def _top(heldout: Mapping[str, Curve], losses: Sequence[float]) -> float:
