@@ -17,7 +17,7 @@ from pydantic_settings import EnvSettingsSource
 
 from services.config import redis_url as redis_urls
 from services.config.fields import Role, option
-from services.config.options import OptionParser, add_options, bare, concerned
+from services.config.options import POSITIONAL_MODEL, OptionParser, add_options, bare, concerned
 from services.config.renamed import RENAMED
 from services.config.rules import TITLES, require
 from services.config.settings import ENV_PREFIX, Settings, mask_url
@@ -106,7 +106,19 @@ def parse_options(parser: OptionParser, argv: Sequence[str], names: Sequence[str
     namespace, rest = parser.parse_known_args(argv)
     if rest:
         _refuse_unknown(parser, rest[0])
-    return vars(namespace)
+    return _with_model(vars(namespace))
+
+
+def _with_model(given: dict[str, Any]) -> dict[str, Any]:
+    """Returns ``given`` with the model that was given without an option under its setting's name."""
+    model = given.pop(POSITIONAL_MODEL, None)
+    if model is None:
+        return given
+    if "model" in given:
+        raise ConfigError(
+            f"The model is given twice: {model!r} and --model {given['model']}.", hint="Leave one of them out."
+        )
+    return given | {"model": model}
 
 
 def layer(given: Mapping[str, Any], overrides: Mapping[str, object] | None = None) -> Layered:

@@ -52,6 +52,8 @@ _FIXED: dict[Role, tuple[str, ...]] = {
     WORKERS: ("expert_group",),
 }
 """Settings that these roles do not have, as they follow from the role."""
+POSITIONAL_MODEL = "positional_model"
+"""Where the parser puts the model that is given without an option, as in `expertmesh serve MODEL`."""
 _COUNTS = ("expert_workers", "expert_groups")
 
 
@@ -68,6 +70,8 @@ def add_options(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
     """Adds ``--config`` and one option per setting in ``names``, under the heading of its section. An option that is
     not given is absent from the namespace."""
     parser.add_argument("--config", metavar="FILE", help="YAML file of options (EXPERTMESH_CONFIG)")
+    if "model" in names:
+        parser.add_argument(POSITIONAL_MODEL, nargs="?", metavar="MODEL", help="the same as --model MODEL")
     for heading, section in SECTIONS.items():
         mine = [name for name in section.model_fields if name in names]
         group = parser.add_argument_group(heading) if mine else parser

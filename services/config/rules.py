@@ -171,7 +171,10 @@ def _machine_starts_no_ranks(settings: Settings, role: Role | None) -> None:
 
 def _model_is_given(settings: Settings, role: Role | None) -> None:
     if role in (GATEWAY, ATTENTION, EXPERTS) and settings.model is None:
-        raise ConfigError(f"The {TITLES[role]} needs a checkpoint.", hint="Give its folder with --model DIR.")
+        raise ConfigError(
+            f"The {TITLES[role]} needs a checkpoint.",
+            hint="Give its folder with --model DIR, or ORG/NAME of the Hugging Face Hub.",
+        )
 
 
 def _redis_is_given(settings: Settings, role: Role | None) -> None:

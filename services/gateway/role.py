@@ -44,6 +44,7 @@ from services.gateway.targets import LatencyTargets
 from services.gateway.tokenize import TokenizerRoutes
 from services.gateway.tokenizer import load_codec, read_tokenizer_config
 from services.metrics import GatewayMetrics
+from services.model.hub import with_checkpoint
 from services.model.load_spec import load_spec
 from services.model.spec import ModelSpec
 from services.queue.connect import check_server, command, connect
@@ -274,4 +275,4 @@ async def _serve(settings: Settings, gateway: Gateway, server: HttpServer, stop:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the role and returns its exit code."""
-    return run_role(GATEWAY, front, argv)
+    return run_role(GATEWAY, front, argv, prepare=with_checkpoint)

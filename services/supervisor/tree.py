@@ -17,7 +17,8 @@ from pathlib import Path
 import httpx
 
 from services.config import ATTENTION, COLOCATED, EXPERTS, GATEWAY, Role, Settings, require
-from services.errors import ConfigError
+from services.errors import ConfigError, StartupError
+from services.model.hub import with_checkpoint
 from services.model.load_spec import load_spec
 from services.runtime import configure_logging, run_process
 from services.supervisor.child import Outlook, RedisProcess
@@ -39,8 +40,20 @@ log = logging.getLogger(__name__)
 def serve(settings: Settings, *, on_ready: OnReady | None = None) -> int:
     """Serve until Ctrl-C or SIGTERM; return the exit code. ``on_ready`` gets the base URL as soon as it answers."""
     configure_logging("serve", settings.log_level, settings.log_format)
+    try:
+        settings = _with_checkpoint(settings)
+    except StartupError as error:
+        log.error("%s", error.message)
+        return error.exit_code
     supervisor = Supervisor(settings, on_ready=on_ready)
     return run_process(supervisor.run, force=supervisor.kill)
+
+
+def _with_checkpoint(settings: Settings) -> Settings:
+    """Return ``settings`` with the checkpoint's folder. What refuses them is found before anything is downloaded."""
+    require(settings, None)
+    check_port(settings.host, settings.port)
+    return with_checkpoint(settings)
 
 
 class Supervisor:
@@ -90,7 +103,10 @@ class Supervisor:
         """Check, before anything is loaded, what would make the roles fail. Returns the port of the REST API."""
         model = self._settings.model
         if model is None:
-            raise ConfigError("There is no checkpoint to serve.", hint="Give its folder with --model DIR.")
+            raise ConfigError(
+                "There is no checkpoint to serve.",
+                hint="Give its folder with --model DIR, or ORG/NAME of the Hugging Face Hub.",
+            )
         require(self._settings, None)
         self._check_model(model)
         return check_port(self._settings.host, self._settings.port)

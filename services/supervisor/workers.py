@@ -18,8 +18,10 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry, disable_created_metrics
 
 from services.config import WORKERS, Role, Settings
+from services.errors import StartupError
 from services.gateway.exposition import Siblings, parse_upstreams
 from services.metrics import MachineMetrics
+from services.model.hub import with_checkpoint
 from services.model.load_spec import load_spec
 from services.runtime import MetricsServer, configure_logging, run_process
 from services.supervisor.child import Outlook
@@ -40,7 +42,11 @@ def run_workers(settings: Settings) -> int:
     """Run the workers until Ctrl-C or SIGTERM; return the exit code."""
     configure_logging(WORKERS, settings.log_level, settings.log_format)
     disable_created_metrics()  # type: ignore[no-untyped-call]  # as in every role
-    workers = Workers(settings)
+    try:
+        workers = Workers(with_checkpoint(settings))
+    except StartupError as error:
+        log.error("%s", error.message)
+        return error.exit_code
     return run_process(workers.run, force=workers.kill)
 
 
