@@ -21,6 +21,7 @@ from services.config.options import POSITIONAL_MODEL, OptionParser, add_options,
 from services.config.renamed import RENAMED
 from services.config.rules import TITLES, require
 from services.config.settings import ENV_PREFIX, Settings, mask_url
+from services.config.vllm import pointer
 from services.errors import ConfigError
 
 _CONFIG_VARIABLE = ENV_PREFIX + "CONFIG"
@@ -141,6 +142,8 @@ def _refuse_unknown(parser: OptionParser, argument: str) -> NoReturn:
     if name in Settings.model_fields:
         raise ConfigError(f"{word} does not concern `{parser.prog}`.", hint=see)
     _refuse_renamed(word, name)
+    if (instead := pointer(word)) is not None:
+        raise ConfigError(f"{word} is no option here: {instead}")
     raise ConfigError(f"Unknown option {word}.", hint=nearest_hint(word, parser.option_names()) or see)
 
 

@@ -9,6 +9,7 @@ from typing import Any, Literal, NoReturn, get_args, get_origin
 
 from services.config.fields import ATTENTION, COLOCATED, EXPERTS, WORKERS, Role, option
 from services.config.settings import SECTIONS, Settings, is_hidden, roles_of
+from services.config.vllm import ALIASES
 from services.errors import ConfigError
 
 
@@ -77,7 +78,8 @@ def add_options(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
         group = parser.add_argument_group(heading) if mine else parser
         for name in mine:
             help_text = argparse.SUPPRESS if is_hidden(name) else _help(name)
-            group.add_argument(option(name), dest=name, default=argparse.SUPPRESS, help=help_text, **_shape(name))
+            names_of = [option(name), *(option(alias) for alias, meant in ALIASES.items() if meant == name)]
+            group.add_argument(*names_of, dest=name, default=argparse.SUPPRESS, help=help_text, **_shape(name))
 
 
 def _shape(name: str) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from services.config import (
     option,
     roles_of,
 )
+from services.config.vllm import ALIASES, POINTERS, SHORT
 from services.errors import ConfigError
 
 
@@ -117,6 +118,38 @@ def test_the_model_may_be_given_without_an_option() -> None:
 )
 def test_a_model_is_named_after_its_folder_or_its_place_on_the_hub(tmp_path: Path, folder: str, name: str) -> None:
     assert Settings(model=tmp_path / folder).model_name == name
+
+
+def test_names_of_vllm_are_taken_where_they_mean_the_same() -> None:
+    assert load_settings(["--no-enable-prefix-caching"]).prefix_cache is False
+    assert load_settings(["--enable-prefix-caching"]).prefix_cache is True
+    assert load_settings(["--num-gpu-blocks-override", "7"]).kv_blocks == 7
+    assert set(ALIASES.values()) <= set(Settings.model_fields)
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--tensor-parallel-size", "2", "m"], "--tensor-parallel-size is no option here: layers and their tensors"),
+        (["-tp", "2"], "-tp is no option here: layers and their tensors"),
+        (["--gpu_memory_utilization=0.9"], "--kv-memory-gib X."),
+        (["--enable-lora"], "LoRA adapters are not supported."),
+        (["--no-enable-chunked-prefill"], "leave it out."),
+    ],
+)
+def test_other_names_of_vllm_say_what_to_use_here(argv: list[str], says: str) -> None:
+    assert says in _refusal(*argv)
+
+
+def test_what_is_said_of_vllms_names_is_true_of_the_settings() -> None:
+    for name, text in POINTERS.items():
+        assert name not in Settings.model_fields, f"{option(name)} is one of ours"
+        assert text.endswith((".", ").")), text
+        for used in re.findall(r"--([a-z-]+)", text):
+            assert used.replace("-", "_") in Settings.model_fields, f"{name}: {text}"
+        for page in re.findall(r"docs/\S+\.md", text):
+            assert (Path(__file__).parents[3] / page).exists(), f"{name}: {text}"
+    assert set(SHORT.values()) <= set(POINTERS)
 
 
 def test_an_unknown_variable_names_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
