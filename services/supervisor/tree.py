@@ -6,26 +6,26 @@ Out to the children: a configuration file each, and SIGTERM. Back: exit codes, a
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import httpx
 
 from services.config import ATTENTION, COLOCATED, EXPERTS, GATEWAY, Role, Settings, require
 from services.errors import ConfigError, StartupError
 from services.model.hub import with_checkpoint
-from services.model.load_spec import load_spec
 from services.runtime import configure_logging, run_process
 from services.supervisor.child import Outlook, RedisProcess
 from services.supervisor.children import MODULES, Children
 from services.supervisor.handover import RunFolder, base_url, check_port, held_ports
 from services.supervisor.notices import Notices
 from services.supervisor.policy import RestartPolicy
+from services.supervisor.preflight import Preview, preflight
 from services.supervisor.roster import COMPUTING, computing, device_of
 
 _READY_POLL_S = 0.1
@@ -57,7 +57,7 @@ def _with_checkpoint(settings: Settings) -> Settings:
 
 
 class Supervisor:
-    """Supervisor of one server. ``modules`` and ``check_model`` tie it to the real roles."""
+    """Supervisor of one server. ``modules`` and ``check`` tie it to the real roles."""
 
     def __init__(
         self,
@@ -65,14 +65,15 @@ class Supervisor:
         *,
         on_ready: OnReady | None = None,
         modules: Mapping[Role, str] = MODULES,
-        check_model: Callable[[Path], object] = load_spec,
+        check: Callable[[Settings], Preview | None] = preflight,
         new_policy: Callable[[], RestartPolicy] = RestartPolicy,
         stop_margin_s: float = 5.0,
     ) -> None:
         self._settings = settings
         self._on_ready = on_ready
         self._modules = modules
-        self._check_model = check_model
+        self._preflight = check
+        self._preview: Preview | None = None
         self._children = Children(modules, new_policy=new_policy, stop_margin_s=stop_margin_s)
         self._notices: Notices | None = None
 
@@ -83,6 +84,8 @@ class Supervisor:
             StartupError: the model folder or the address is unusable, or Redis does not start.
         """
         port = self._check()
+        for line in self._preview.lines() if self._preview else []:
+            log.info("%s", line)
         with RunFolder() as folder, ExitStack() as ports:
             try:
                 await self._start(folder, port, ports)
@@ -101,15 +104,15 @@ class Supervisor:
 
     def _check(self) -> int:
         """Check, before anything is loaded, what would make the roles fail. Returns the port of the REST API."""
-        model = self._settings.model
-        if model is None:
+        if self._settings.model is None:
             raise ConfigError(
                 "There is no checkpoint to serve.",
                 hint="Give its folder with --model DIR, or ORG/NAME of the Hugging Face Hub.",
             )
         require(self._settings, None)
-        self._check_model(model)
-        return check_port(self._settings.host, self._settings.port)
+        port = check_port(self._settings.host, self._settings.port)
+        self._preview = self._preflight(self._settings)
+        return port
 
     async def _start(self, folder: RunFolder, port: int, ports: ExitStack) -> None:
         redis_url = self._settings.redis_url or await self._start_redis(folder)
@@ -188,10 +191,19 @@ class Supervisor:
                     answer = await client.get(f"{url}/ready")
                     if answer.status_code == 200:
                         return
-                    missing = " ".join(answer.text.split())[:300]
+                    missing = _missing(answer.text)
                 except httpx.HTTPError as error:
                     log.debug("not ready: %r", error)
                 if clock() - noted > _READY_NOTE_S:
                     noted = clock()
-                    log.info("still waiting: %s", missing)
+                    log.info("waiting for: %s", missing)
                 await asyncio.sleep(_READY_POLL_S)
+
+
+def _missing(answer: str) -> str:
+    """Return what is missing by the answer of the gateway's /ready: the end of its message, or its text."""
+    try:
+        message = str(json.loads(answer)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return " ".join(answer.split())[:300]
+    return message.rpartition("missing: ")[2].rstrip(".")

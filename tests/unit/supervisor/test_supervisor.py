@@ -62,7 +62,7 @@ def _supervisor(
         Settings(**({"model": "m", "port": 0, "drain_timeout": 5.0} | values)),  # type: ignore[arg-type]
         on_ready=on_ready,
         modules=MODULES,
-        check_model=lambda _: None,
+        check=lambda _: None,
         new_policy=few_tries,
         stop_margin_s=stop_margin_s,
     )
@@ -363,7 +363,7 @@ from services.runtime import run_process
 from services.supervisor import Supervisor
 
 modules = dict.fromkeys(("gateway", "scheduler", "attention"), "fake_role")
-supervisor = Supervisor(Settings(model="m", port=0), modules=modules, check_model=lambda _: None)
+supervisor = Supervisor(Settings(model="m", port=0), modules=modules, check=lambda _: None)
 run_process(supervisor.run, force=supervisor.kill)
 """
 
