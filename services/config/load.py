@@ -240,7 +240,7 @@ def _config_error(error: ValidationError, source: _Source) -> ConfigError:
         _refuse_renamed(repr(name), name)
         return ConfigError(f"Unknown key {name!r}.", hint=nearest_hint(name, Settings.model_fields))
     value = source.values[name]
-    shown = mask_url(value) if isinstance(value, str) else value
+    shown = "***" if name == "api_key" else mask_url(value) if isinstance(value, str) else value
     return ConfigError(f"{source.label}: {source.key(name)} is {shown!r}; expected {expected(name)}.")
 
 
@@ -252,6 +252,8 @@ def expected(name: str) -> str:
         return "redis://, rediss://, redis+sentinel:// or unix:// and an address"
     if get_origin(kind) is Literal:
         return "one of " + ", ".join(get_args(kind))
+    if name == "allowed_origins":
+        return "origins such as https://chat.example.org, or *"
     if get_origin(kind) is list:
         return "role=url pairs such as scheduler=http://127.0.0.1:9100/metrics"
     rules = _BOUNDS.items()

@@ -27,7 +27,7 @@ _SPLIT = (
 _REPLICAS = (
     "say --workers N: each is a whole copy of attention, and with --layout local of the model (docs/layouts.md)."
 )
-_EXPERTS = "say --layout colocated --workers N, disaggregated or lockstep: experts are then spread (docs/layouts.md)."
+_EXPERTS = "choose --layout disaggregated, colocated or lockstep: experts are then spread (docs/layouts.md)."
 _BALANCE = "leave it out. With --layout disaggregated or colocated experts follow their load (docs/layouts.md)."
 _NO_OFFLOAD = "KV blocks and weights do not move to the CPU. When blocks run out, sequences are recomputed."
 _IN_FOLDER = "leave it out. tokenizer.json and tokenizer_config.json of the checkpoint's folder are used."
@@ -40,7 +40,7 @@ POINTERS: Mapping[str, str] = {
     "pipeline_parallel_size": _SPLIT,
     "data_parallel_size": _REPLICAS,
     "data_parallel_size_local": _REPLICAS,
-    "api_server_count": "one gateway runs. Start more with `expertmesh gateway` beside a Redis of their own.",
+    "api_server_count": "`serve` starts one gateway. With --redis-url more can be started by `expertmesh gateway`.",
     "enable_expert_parallel": _EXPERTS,
     "all2all_backend": "--layout says how rows travel, with --fabric-lane and --fabric-shared (docs/layouts.md).",
     "enable_eplb": _BALANCE,
@@ -57,7 +57,7 @@ POINTERS: Mapping[str, str] = {
     "tokenizer": _IN_FOLDER,
     "tokenizer_mode": _IN_FOLDER,
     "tokenizer_revision": "say --revision R: weights and tokenizer are of one revision.",
-    "generation_config": "of the checkpoint's generation_config.json the tokens that end an answer are read alone.",
+    "generation_config": "only the tokens that end an answer are read from the checkpoint's generation_config.json.",
     "hf_overrides": "change config.json in a copy of the checkpoint.",
     "rope_scaling": "change rope_scaling of config.json in a copy of the checkpoint.",
     "chat_template": "put it into the checkpoint's folder, as chat_template.jinja.",
@@ -82,7 +82,7 @@ POINTERS: Mapping[str, str] = {
     "limit_mm_per_prompt": _IMAGES,
     "task": "models generate text alone; embeddings are not offered.",
     "runner": "models generate text alone; embeddings are not offered.",
-    "max_logprobs": "leave it out. The bound is fixed: a request that asks for more is told.",
+    "max_logprobs": "leave it out. The bound is fixed: a request that asks for more is refused.",
     "download_dir": _HUB,
     "hf_token": "set the variable HF_TOKEN.",
     "ssl_keyfile": _TLS,

@@ -19,9 +19,11 @@ from typing import NamedTuple
 from services.config import Settings
 from services.errors import CheckpointError, ConfigError
 from services.model.families import spec_from_config
+from services.model.load_spec import INDEX
 
 _CONFIGS = ("config.json", "generation_config.json")
-_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.safetensors")
+_SMALL = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
+_WEIGHTS = ("*.safetensors",)
 _LEFT_OUT = (".*", "*/*", "consolidated*")
 """Hidden files, folders inside, and Mistral's second copy of the weights."""
 _ID = re.compile(r"(?:hf:/{1,2})?(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[^\s@]+))?")
@@ -47,8 +49,11 @@ def hub_name(text: str) -> HubName | None:
     return HubName(found["name"], found["revision"]) if found else None
 
 
-def with_checkpoint(settings: Settings) -> Settings:
+def with_checkpoint(settings: Settings, *, weights: bool = True) -> Settings:
     """Return ``settings`` with the checkpoint's folder as the model. An id of the hub stays the name in the API.
+
+    Args:
+        weights: whether weights are needed, beside the index that names them.
 
     Raises:
         ConfigError: a revision is given twice, or of a folder.
@@ -66,13 +71,14 @@ def with_checkpoint(settings: Settings) -> Settings:
         return settings
     if revision is not None and wanted.revision is not None:
         raise ConfigError(f"--model {wanted} and --revision {revision} both name a revision.", hint="Leave one out.")
-    folder = snapshot(wanted._replace(revision=wanted.revision or revision))
+    folder = snapshot(wanted._replace(revision=wanted.revision or revision), weights=weights)
     name = settings.served_model_name or wanted.name
     return settings.model_copy(update={"model": folder, "revision": None, "served_model_name": name})
 
 
-def snapshot(wanted: HubName) -> Path:
-    """Return the folder of ``wanted`` in the hub's cache. Its files are downloaded where they are not there.
+def snapshot(wanted: HubName, *, weights: bool = True) -> Path:
+    """Return the folder of ``wanted`` in the hub's cache. Its files are downloaded where they are not there; without
+    ``weights`` these stay away if there is an index of them, by which members of a deployment know a checkpoint.
 
     Raises:
         CheckpointError, UnsupportedModel: see :func:`with_checkpoint`.
@@ -80,7 +86,10 @@ def snapshot(wanted: HubName) -> Path:
     log.info("looking for %s on the Hugging Face Hub and in its cache", wanted)
     with _noted(wanted):
         spec_from_config(_brought(wanted, _CONFIGS))
-        folder = _brought(wanted, _FILES)
+        folder = _brought(wanted, _SMALL)
+        if not weights and (folder / INDEX).is_file():
+            return folder
+        folder = _brought(wanted, (*_SMALL, *_WEIGHTS))
     if not any(folder.glob("*.safetensors")):
         raise CheckpointError(
             f"{wanted} has no *.safetensors file on the hub.", hint="Choose a version of the model that has them."

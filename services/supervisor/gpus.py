@@ -13,8 +13,8 @@ _NAME_BYTES = 256
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gpus:
-    """``names`` of the GPUs that this process may use; ``missing`` says why there are none, and None that nobody can
-    tell without torch."""
+    """``names`` of the GPUs that this process may use; ``missing`` says why there are none. With neither, only torch
+    knows."""
 
     names: tuple[str, ...] = ()
     missing: str | None = None

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from services.attention.setup.capacity import Capacity, capacity
 from services.config import Settings
 from services.errors import ConfigError
-from services.model.checkpoint import Checkpoint
 from services.model.load_spec import load_spec
 from services.model.names import dense_shapes, expert_shapes
 from services.model.spec import ModelSpec
+from services.model.tensor_entries import tensor_entries
 from services.supervisor.gpus import Gpus, find_gpus
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -58,14 +58,13 @@ def preflight(settings: Settings, find: Callable[[], Gpus] = find_gpus) -> Previ
     spec = load_spec(settings.model)
     _check_groups(settings, spec)
     dtype = spec.dtype if settings.dtype == "auto" else settings.dtype
-    block_bytes = 2 * spec.num_layers * settings.block_size * spec.kv_size * _BYTES[dtype]
-    blocks = settings.kv_blocks or max(1, int(settings.kv_memory_gib * 2**30) // block_bytes)
+    block_bytes = settings.block_size * spec.kv_bytes(_BYTES[dtype])
+    blocks = settings.kv_blocks or _blocks(settings.kv_memory_gib, block_bytes)
     room = capacity(
         kv_blocks=blocks, block_size=settings.block_size, asked=settings.max_model_len, max_position=spec.max_position
     )
     device = _device(settings.device, find())
-    with Checkpoint(settings.model, spec):  # the headers are enough to refuse it
-        pass
+    tensor_entries(settings.model, spec)
     experts = sum(map(math.prod, expert_shapes(spec).values()))
     return Preview(
         device=device,
@@ -76,6 +75,16 @@ def preflight(settings: Settings, find: Callable[[], Gpus] = find_gpus) -> Previ
         kv_bytes=blocks * block_bytes,
         max_num_seqs=settings.max_num_seqs,
     )
+
+
+def _blocks(memory_gib: float, block_bytes: int) -> int:
+    blocks = int(memory_gib * 2**30) // block_bytes
+    if not blocks:
+        raise ConfigError(
+            f"--kv-memory-gib {memory_gib} is less than one KV block, which takes {_size(block_bytes)}.",
+            hint="Raise it.",
+        )
+    return blocks
 
 
 def _check_groups(settings: Settings, spec: ModelSpec) -> None:

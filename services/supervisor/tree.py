@@ -9,6 +9,7 @@ import asyncio
 import json
 import logging
 import os
+import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -18,6 +19,7 @@ import httpx
 
 from services.config import ATTENTION, COLOCATED, EXPERTS, GATEWAY, Role, Settings, require
 from services.errors import ConfigError, StartupError
+from services.gateway.auth import keys_required
 from services.model.hub import with_checkpoint
 from services.runtime import configure_logging, run_process
 from services.supervisor.child import Outlook, RedisProcess
@@ -118,13 +120,14 @@ class Supervisor:
         redis_url = self._settings.redis_url or await self._start_redis(folder)
         self._notices = Notices(redis_url, self._settings.namespace)
         common = {"redis_url": redis_url, "supervisor_pid": os.getpid(), **self._fabric(folder, ports)}
+        common |= {"api_key": None}  # others have no use for it
         inner = {name: role for name, role in self._processes().items() if role != GATEWAY}
         metrics = dict(zip(inner, held_ports(_LOOPBACK, len(inner), ports), strict=True))
         upstreams = [f"{name}=http://{_LOOPBACK}:{metrics_port}/metrics" for name, metrics_port in metrics.items()]
         workers = [name for name, role in inner.items() if role in COMPUTING]
         for name, role in self._processes().items():
             if role == GATEWAY:
-                changes = common | {"port": port, "metrics_upstreams": upstreams}
+                changes = common | {"port": port, "metrics_upstreams": upstreams, "api_key": self._api_key()}
             else:
                 changes = common | {"host": _LOOPBACK, "metrics_port": metrics[name]}
             changes = changes | {"process": name}
@@ -135,6 +138,21 @@ class Supervisor:
             if name in self._ranks():
                 changes = changes | {"rank": self._ranks().index(name)}
             await self._children.start_role(name, role, folder.write(name, self._settings, changes), outlook=outlook)
+
+    def _api_key(self) -> str | None:
+        """Return the gateway's key: the one that was given, or a new one where other machines can connect and the
+        private Redis, which has just begun, cannot have any."""
+        settings = self._settings
+        elsewhere = settings.api_keys_file is not None or settings.redis_url is not None
+        if settings.api_key is not None or elsewhere or not keys_required(settings.auth, settings.host):
+            return settings.api_key
+        key = f"sk-{secrets.token_urlsafe(32)}"
+        log.warning(
+            "clients need an API key, and none is given; this one was made and holds until the server ends: %s "
+            "(clients send 'Authorization: Bearer KEY'; choose your own by EXPERTMESH_API_KEY, or --auth off for none)",
+            key,
+        )
+        return key
 
     def _processes(self) -> dict[str, Role]:
         """Return name -> role of every process, in the order in which they are stopped."""
@@ -177,8 +195,17 @@ class Supervisor:
     async def _announce(self, url: str) -> None:
         await self._ready(url)
         print(f"expertmesh serves {self._settings.model_name} at {url}/v1", flush=True)
+        log.info("%s", self._pages(url))
         if self._on_ready:
             await self._on_ready(url)
+
+    def _pages(self, url: str) -> str:
+        """Return where the API is described and metrics are, and whether clients need a key."""
+        settings = self._settings
+        page = base_url(settings.host, settings.metrics_port) if settings.metrics_port else url
+        asked = settings.api_key is not None or keys_required(settings.auth, settings.host)
+        keys = "clients need an API key" if asked else "clients need no API key"
+        return f"the API is described at {url}/openapi.json, metrics are at {page}/metrics; {keys}"
 
     async def _ready(self, url: str) -> None:
         """Return once the gateway is ready; log now and then what is missing."""

@@ -122,7 +122,7 @@ class Workers:
         return held(settings.host, range(first, first + count), until, option="--metrics-port")
 
     async def _start(self, place: Place, folder: RunFolder, readiness: Readiness, notices: Notices) -> None:
-        changes = place.changes() | {"supervisor_pid": os.getpid(), "process": place.name}
+        changes = place.changes() | {"supervisor_pid": os.getpid(), "process": place.name, "api_key": None}
         outlook = Outlook(
             spared=partial(self._spared, place.name),
             proven=lambda: readiness.ever,

@@ -24,6 +24,7 @@ from services.config import (
     load_settings,
     mask_url,
     option,
+    require,
     roles_of,
 )
 from services.config.vllm import ALIASES, POINTERS, SHORT
@@ -150,6 +151,24 @@ def test_what_is_said_of_vllms_names_is_true_of_the_settings() -> None:
         for page in re.findall(r"docs/\S+\.md", text):
             assert (Path(__file__).parents[3] / page).exists(), f"{name}: {text}"
     assert set(SHORT.values()) <= set(POINTERS)
+
+
+def test_an_api_key_is_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EXPERTMESH_API_KEY", "sk-hidden-from-you")
+    settings = load_settings([])
+    assert settings.api_key == "sk-hidden-from-you"
+    assert settings.shown()["api_key"] == "***"
+    assert "hidden-from" not in repr(settings)
+    assert "short" not in _refusal("--api-key", "short")
+    with pytest.raises(ConfigError, match="--auth off nobody is asked"):
+        require(load_settings(["--auth", "off", "--workers", "1"]), None)
+
+
+@pytest.mark.parametrize("text", ["https://a.example,http://b:3000", '["https://a.example", "http://b:3000"]'])
+def test_origins_are_a_list_with_commas_or_vllms_json(text: str) -> None:
+    assert load_settings(["--allowed-origins", text]).allowed_origins == ["https://a.example", "http://b:3000"]
+    assert load_settings(["--allowed-origins", "*"]).allowed_origins == ["*"]
+    assert "expected origins such as" in _refusal("--allowed-origins", "https://a.example/path")
 
 
 def test_an_unknown_variable_names_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,6 +87,15 @@ def test_what_is_in_the_cache_needs_no_hub(use: Use) -> None:
     assert first.model_name == "mine"
 
 
+def test_a_gateway_takes_no_weights_where_an_index_names_them(use: Use) -> None:
+    index = {"model.safetensors.index.json": b"{}"}
+    with hub("org/tiny", COMMIT, _files() | index) as url:
+        use(url)
+        folder = with_checkpoint(_settings(), weights=False).model
+    assert folder is not None
+    assert _names(folder) == ["config.json", "model.safetensors.index.json", "tokenizer.json"]
+
+
 @pytest.mark.parametrize("config", [{"model_type": "llama"}, {"quantization_config": {"quant_method": "fp8"}}])
 def test_a_model_that_is_not_supported_is_refused_before_its_weights_come(use: Use, config: dict[str, Any]) -> None:
     asked: list[str] = []

@@ -34,6 +34,7 @@ def _preflight(folder: Path, gpus: Gpus = NONE, **values: Any) -> Preview:
     [
         ({"max_model_len": 100_000}, "--max-model-len 100000 is more than the"),
         ({"max_model_len": 17, "kv_blocks": 1}, "--max-model-len 17 does not fit"),
+        ({"kv_memory_gib": 1e-6}, "--kv-memory-gib 1e-06 is less than one KV block"),
         ({"device": "cuda"}, "--device cuda cannot be used: the driver finds no GPU. Try --device cpu or auto."),
         ({"device": "cuda:0"}, "--device cuda:0 cannot be used"),
         ({"layout": "disaggregated", "expert_groups": 4096}, "cannot be split into 4096 shard groups"),
@@ -55,7 +56,7 @@ def test_gpus_are_named_and_counted(folder: Path) -> None:
     assert _preflight(folder, TWO).device == "cuda (2 x NVIDIA H200)"
     assert _preflight(folder, TWO, device="cuda:1").device == "cuda:1 (NVIDIA H200)"
     assert _preflight(folder, TWO, device="cpu").device == _preflight(folder).device == "cpu"
-    assert _preflight(folder, Gpus(), device="cuda").device == "cuda", "torch alone can tell"
+    assert _preflight(folder, Gpus(), device="cuda").device == "cuda", "torch alone knows"
     with pytest.raises(ConfigError, match="GPUs here are cuda:0 to cuda:1"):
         _preflight(folder, TWO, device="cuda:2")
 
