@@ -116,7 +116,7 @@ def _brought(wanted: HubName, patterns: Sequence[str]) -> Path:
 @contextmanager
 def _noted(wanted: HubName) -> Iterator[None]:
     """Show how far the download inside is: the hub's own bars on a terminal, log lines elsewhere."""
-    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
     if sys.stderr.isatty():
         yield
