@@ -25,6 +25,7 @@ from services.queue.keys import Keys  # noqa: E402
 CHART = ROOT / "helm/expertmesh"
 MARKS = ("<!-- values: begin, written by helm/generate.py -->", "<!-- /values -->")
 OWNED = {
+    *("revision", "api_key"),
     *("model", "served_model_name", "host", "advertise", "port", "metrics_port", "redis_url", "redis_url_file"),
     *("namespace", "layout", "workers", "expert_workers", "expert_groups", "expert_group", "fabric_port"),
     *("fabric_secret_file", "fabric_lane", "fabric_shared", "auth", "api_keys_file", "drain_delay", "drain_timeout"),

@@ -64,7 +64,7 @@ class KVCache:
 
 def block_bytes(spec: ModelSpec, *, block_size: int, dtype: torch.dtype) -> int:
     """Return the bytes of the keys and values of one block over all layers."""
-    return 2 * spec.num_layers * block_size * spec.num_kv_heads * spec.head_dim * dtype.itemsize
+    return block_size * spec.kv_bytes(dtype.itemsize)
 
 
 def blocks_within(memory_gib: float, spec: ModelSpec, *, block_size: int, dtype: torch.dtype) -> int:

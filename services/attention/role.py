@@ -9,6 +9,7 @@ from functools import partial
 from services.attention.lockstep_service import LockstepService
 from services.attention.service import AttentionService
 from services.config import ATTENTION, Settings
+from services.model.hub import with_checkpoint
 from services.queue.role_service import run_role_service
 from services.runtime import run_role
 
@@ -21,4 +22,4 @@ async def attend(settings: Settings, stop: asyncio.Event) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Return the exit code of the role."""
-    return run_role(ATTENTION, attend, argv)
+    return run_role(ATTENTION, attend, argv, prepare=with_checkpoint)

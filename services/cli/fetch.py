@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from services.cli.sources import Source, open_source
+from services.cli.sources import Source, canonical, open_source
 from services.config import OptionParser
 from services.errors import CheckpointError, ConfigError
 from services.model.digests import FILE as DIGESTS
@@ -41,10 +41,11 @@ def main(argv: Sequence[str]) -> int:
     """
     given = _parser().parse_args(argv)
     configure_logging("fetch")
+    source = canonical(given.source)
     if given.wait:
-        wait(given.folder, given.source)
+        wait(given.folder, source)
     else:
-        fetch(given.source, given.folder, _digests(given.sha256))
+        fetch(source, given.folder, _digests(given.sha256))
     return 0
 
 
@@ -179,8 +180,10 @@ def _parser() -> argparse.ArgumentParser:
     parser = OptionParser(
         "expertmesh fetch", "Bring a checkpoint into a folder and check it, or wait until it is there."
     )
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--source", required=True, help="hf://ORG/NAME@REVISION, or a folder")
+    parser.add_argument("folder", type=Path, help="the folder that gets the checkpoint")
+    parser.add_argument(
+        "--source", required=True, help="ORG/NAME or ORG/NAME@REVISION of the Hugging Face Hub, or a folder"
+    )
     parser.add_argument(
         "--sha256", action="append", default=[], metavar="FILE=HEX", help="digest of a file; may be repeated"
     )

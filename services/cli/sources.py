@@ -10,8 +10,8 @@ from pathlib import Path, PurePosixPath
 from typing import Protocol
 
 from services.errors import CheckpointError
+from services.model.hub import HubName, hub_errors, hub_name
 
-_HUB = "hf://"
 _HIDDEN = [".*", "*/.*"]
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
@@ -38,7 +38,19 @@ def open_source(source: str, folder: Path) -> Source:
     Raises:
         CheckpointError: the source is not there, or is inside ``folder``.
     """
-    return _open_hub(source) if source.startswith(_HUB) else _open_folder(Path(source), folder)
+    wanted = _on_hub(source)
+    return _open_hub(wanted) if wanted else _open_folder(Path(source), folder)
+
+
+def canonical(source: str) -> str:
+    """Returns the one way in which ``source`` is written: hf://ORG/NAME@REVISION, or a folder as it was given. A folder
+    that is there is meant before a model on the hub of the same name."""
+    wanted = _on_hub(source)
+    return f"hf://{wanted}" if wanted else source
+
+
+def _on_hub(source: str) -> HubName | None:
+    return None if Path(source).exists() else hub_name(source)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,40 +79,30 @@ class _Hub:
 
     def bring(self, folder: Path) -> None:
         from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import HfHubHTTPError
 
-        try:
+        with hub_errors(HubName(self.name, self.revision)):
             snapshot_download(self.name, revision=self.revision, local_dir=folder, ignore_patterns=_HIDDEN)
-        except (HfHubHTTPError, ValueError) as error:
-            raise _cannot_fetch(f"{_HUB}{self.name}@{self.revision}", error) from error
 
 
 def _open_folder(path: Path, folder: Path) -> Source:
     if not path.is_dir():
-        raise CheckpointError(f"There is no folder {path}.", hint="Give a folder, or hf://ORG/NAME@REVISION.")
+        raise CheckpointError(f"There is no folder {path}.", hint="Give a folder, or ORG/NAME@REVISION of the hub.")
     if path.resolve().is_relative_to(folder.resolve()):
         raise CheckpointError(f"{path} is inside {folder}, which is to be filled from it.", hint="Give another folder.")
     return _Folder(path=path, revision=str(path))
 
 
-def _open_hub(source: str) -> Source:
+def _open_hub(wanted: HubName) -> Source:
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError
 
-    name, _, revision = source.removeprefix(_HUB).partition("@")
-    try:
-        found = HfApi().model_info(name, revision=revision or None)
-    except (HfHubHTTPError, OSError, ValueError) as error:
-        raise _cannot_fetch(source, error) from error
+    with hub_errors(wanted):
+        found = HfApi().model_info(wanted.name, revision=wanted.revision)
     names = _plain(file.rfilename for file in found.siblings or ())
+    revision = wanted.revision or ""
     fixed = _COMMIT.fullmatch(revision) is not None
-    return _Hub(name=name, revision=found.sha or revision, fixed=fixed, names=tuple(names))
+    return _Hub(name=wanted.name, revision=found.sha or revision, fixed=fixed, names=tuple(names))
 
 
 def _plain(names: Iterable[str]) -> list[str]:
     """Returns the names, without those of hidden files and those that lead out of the folder."""
     return sorted(name for name in names if not any(part[0] in "./" for part in PurePosixPath(name).parts))
-
-
-def _cannot_fetch(source: str, error: Exception) -> CheckpointError:
-    return CheckpointError(f"Cannot fetch {source}: {error}.", hint="Check its name and HF_TOKEN.")

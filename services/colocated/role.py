@@ -18,6 +18,7 @@ from redis.asyncio import Redis
 from services.attention.service import AttentionService
 from services.config import COLOCATED, Settings, colocated
 from services.experts.role import ExpertsRole
+from services.model.hub import with_checkpoint
 from services.queue.role_service import RoleService, run_role_service
 from services.runtime import run_role
 from services.runtime.tasks import end_tasks, first_done
@@ -82,4 +83,4 @@ async def colocate(settings: Settings, stop: asyncio.Event) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Return the exit code of the role."""
-    return run_role(COLOCATED, colocate, argv)
+    return run_role(COLOCATED, colocate, argv, prepare=with_checkpoint)

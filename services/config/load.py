@@ -17,10 +17,11 @@ from pydantic_settings import EnvSettingsSource
 
 from services.config import redis_url as redis_urls
 from services.config.fields import Role, option
-from services.config.options import OptionParser, add_options, bare, concerned
+from services.config.options import POSITIONAL_MODEL, OptionParser, add_options, bare, concerned
 from services.config.renamed import RENAMED
 from services.config.rules import TITLES, require
 from services.config.settings import ENV_PREFIX, Settings, mask_url
+from services.config.vllm import pointer
 from services.errors import ConfigError
 
 _CONFIG_VARIABLE = ENV_PREFIX + "CONFIG"
@@ -106,7 +107,19 @@ def parse_options(parser: OptionParser, argv: Sequence[str], names: Sequence[str
     namespace, rest = parser.parse_known_args(argv)
     if rest:
         _refuse_unknown(parser, rest[0])
-    return vars(namespace)
+    return _with_model(vars(namespace))
+
+
+def _with_model(given: dict[str, Any]) -> dict[str, Any]:
+    """Returns ``given`` with the model that was given without an option under its setting's name."""
+    model = given.pop(POSITIONAL_MODEL, None)
+    if model is None:
+        return given
+    if "model" in given:
+        raise ConfigError(
+            f"The model is given twice: {model!r} and --model {given['model']}.", hint="Leave one of them out."
+        )
+    return given | {"model": model}
 
 
 def layer(given: Mapping[str, Any], overrides: Mapping[str, object] | None = None) -> Layered:
@@ -129,6 +142,8 @@ def _refuse_unknown(parser: OptionParser, argument: str) -> NoReturn:
     if name in Settings.model_fields:
         raise ConfigError(f"{word} does not concern `{parser.prog}`.", hint=see)
     _refuse_renamed(word, name)
+    if (instead := pointer(word)) is not None:
+        raise ConfigError(f"{word} is no option here: {instead}")
     raise ConfigError(f"Unknown option {word}.", hint=nearest_hint(word, parser.option_names()) or see)
 
 
@@ -225,7 +240,7 @@ def _config_error(error: ValidationError, source: _Source) -> ConfigError:
         _refuse_renamed(repr(name), name)
         return ConfigError(f"Unknown key {name!r}.", hint=nearest_hint(name, Settings.model_fields))
     value = source.values[name]
-    shown = mask_url(value) if isinstance(value, str) else value
+    shown = "***" if name == "api_key" else mask_url(value) if isinstance(value, str) else value
     return ConfigError(f"{source.label}: {source.key(name)} is {shown!r}; expected {expected(name)}.")
 
 
@@ -237,6 +252,8 @@ def expected(name: str) -> str:
         return "redis://, rediss://, redis+sentinel:// or unix:// and an address"
     if get_origin(kind) is Literal:
         return "one of " + ", ".join(get_args(kind))
+    if name == "allowed_origins":
+        return "origins such as https://chat.example.org, or *"
     if get_origin(kind) is list:
         return "role=url pairs such as scheduler=http://127.0.0.1:9100/metrics"
     rules = _BOUNDS.items()

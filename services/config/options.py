@@ -9,6 +9,7 @@ from typing import Any, Literal, NoReturn, get_args, get_origin
 
 from services.config.fields import ATTENTION, COLOCATED, EXPERTS, WORKERS, Role, option
 from services.config.settings import SECTIONS, Settings, is_hidden, roles_of
+from services.config.vllm import ALIASES
 from services.errors import ConfigError
 
 
@@ -52,6 +53,8 @@ _FIXED: dict[Role, tuple[str, ...]] = {
     WORKERS: ("expert_group",),
 }
 """Settings that these roles do not have, as they follow from the role."""
+POSITIONAL_MODEL = "positional_model"
+"""Where the parser puts the model that is given without an option, as in `expertmesh serve MODEL`."""
 _COUNTS = ("expert_workers", "expert_groups")
 
 
@@ -68,12 +71,15 @@ def add_options(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
     """Adds ``--config`` and one option per setting in ``names``, under the heading of its section. An option that is
     not given is absent from the namespace."""
     parser.add_argument("--config", metavar="FILE", help="YAML file of options (EXPERTMESH_CONFIG)")
+    if "model" in names:
+        parser.add_argument(POSITIONAL_MODEL, nargs="?", metavar="MODEL", help="the same as --model MODEL")
     for heading, section in SECTIONS.items():
         mine = [name for name in section.model_fields if name in names]
         group = parser.add_argument_group(heading) if mine else parser
         for name in mine:
             help_text = argparse.SUPPRESS if is_hidden(name) else _help(name)
-            group.add_argument(option(name), dest=name, default=argparse.SUPPRESS, help=help_text, **_shape(name))
+            names_of = [option(name), *(option(alias) for alias, meant in ALIASES.items() if meant == name)]
+            group.add_argument(*names_of, dest=name, default=argparse.SUPPRESS, help=help_text, **_shape(name))
 
 
 def _shape(name: str) -> dict[str, Any]:

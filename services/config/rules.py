@@ -169,9 +169,17 @@ def _machine_starts_no_ranks(settings: Settings, role: Role | None) -> None:
         )
 
 
+def _key_is_asked_for(settings: Settings, role: Role | None) -> None:
+    if role in (None, GATEWAY) and settings.api_key is not None and settings.auth == "off":
+        raise ConfigError("--api-key is given, but with --auth off nobody is asked for one.", hint="Leave one out.")
+
+
 def _model_is_given(settings: Settings, role: Role | None) -> None:
     if role in (GATEWAY, ATTENTION, EXPERTS) and settings.model is None:
-        raise ConfigError(f"The {TITLES[role]} needs a checkpoint.", hint="Give its folder with --model DIR.")
+        raise ConfigError(
+            f"The {TITLES[role]} needs a checkpoint.",
+            hint="Give its folder with --model DIR, or ORG/NAME of the Hugging Face Hub.",
+        )
 
 
 def _redis_is_given(settings: Settings, role: Role | None) -> None:
@@ -264,6 +272,7 @@ RULES: tuple[Rule, ...] = (
     _machine_has_ports,
     _machine_shares_no_device,
     _machine_starts_no_ranks,
+    _key_is_asked_for,
     _model_is_given,
     _redis_is_given,
     _replicas_have_room,

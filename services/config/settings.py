@@ -89,7 +89,8 @@ class Settings(  # pydantic takes the fields of the last base first
     def shown(self) -> dict[str, object]:
         """Returns the values as JSON types, secrets masked."""
         values: dict[str, object] = self.model_dump(mode="json")
-        return values | {"redis_url": mask_url(self.redis_url) if self.redis_url else None}
+        masked = {"redis_url": mask_url(self.redis_url) if self.redis_url else None}
+        return values | masked | {"api_key": "***" if self.api_key else None}
 
     def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
         return self.shown().items()

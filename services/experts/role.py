@@ -21,6 +21,7 @@ from services.experts.worker import ExpertWorker, Timing
 from services.messages import ExpertInfo
 from services.metrics import ExpertMetrics
 from services.model.device import serving_dtype, torch_device
+from services.model.hub import with_checkpoint
 from services.model.load_spec import load_spec
 from services.model.spec import ModelSpec
 from services.model.weights_sample import with_weights
@@ -148,4 +149,4 @@ async def host_experts(settings: Settings, stop: asyncio.Event) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the role and return its exit code."""
-    return run_role(EXPERTS, host_experts, argv)
+    return run_role(EXPERTS, host_experts, argv, prepare=with_checkpoint)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any
@@ -13,6 +13,7 @@ from fastapi.exceptions import RequestValidationError
 from msgspec.structs import asdict
 from prometheus_client import CollectorRegistry, generate_latest
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
@@ -67,6 +68,8 @@ class Parts:
     """Clients need no key and only this machine can connect, so requests that a web page could send are refused."""
     separate_metrics: bool = False
     """/metrics is served by :func:`build_metrics_app` alone."""
+    allowed_origins: Sequence[str] = ()
+    """Origins of web pages that browsers let use the API; ``*`` is all."""
 
 
 def build_app(parts: Parts) -> ASGIApp:
@@ -89,7 +92,15 @@ def build_app(parts: Parts) -> ASGIApp:
     if not parts.separate_metrics:
         _add_metrics(app, parts)
     paced = RoundRobin(app, Turns(parts.metrics.turns_waiting.set), parts.authenticator.recall)
-    inner = SameMachine(paced) if parts.same_machine else paced
+    inner: ASGIApp = SameMachine(paced) if parts.same_machine else paced
+    if parts.allowed_origins:  # outermost, so that a browser may read refusals, too
+        inner = CORSMiddleware(
+            inner,
+            allow_origins=parts.allowed_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after"],
+        )
     return RequestContext(inner, parts.metrics, lambda: parts.intake.leaving)
 
 

@@ -23,7 +23,7 @@ from services.config import GATEWAY, Settings
 from services.errors import QueueUnavailable
 from services.gateway.acceptor import within_descriptors
 from services.gateway.app import Parts, build_app, build_metrics_app
-from services.gateway.auth import Authenticator, KeyStore, is_loopback, keys_required
+from services.gateway.auth import Authenticator, KeyStore, WithKey, is_loopback, keys_required
 from services.gateway.budget import Holdings
 from services.gateway.chat_template import load_chat_template
 from services.gateway.connections import Bounds, Connections
@@ -44,6 +44,7 @@ from services.gateway.targets import LatencyTargets
 from services.gateway.tokenize import TokenizerRoutes
 from services.gateway.tokenizer import load_codec, read_tokenizer_config
 from services.metrics import GatewayMetrics
+from services.model.hub import with_checkpoint
 from services.model.load_spec import load_spec
 from services.model.spec import ModelSpec
 from services.queue.connect import check_server, command, connect
@@ -85,8 +86,13 @@ def served_model(settings: Settings, spec: ModelSpec) -> ServedModel:
 def key_store(settings: Settings, redis: Redis, metrics: GatewayMetrics) -> KeyStore | None:
     """Returns the store of API keys; None where clients need none."""
     metrics.keys_usable.set(1)
-    if not keys_required(settings.auth, settings.host):
-        return None
+    if settings.api_key is not None:
+        return WithKey(settings.api_key, _shared_keys(settings, redis, metrics))
+    return _shared_keys(settings, redis, metrics) if keys_required(settings.auth, settings.host) else None
+
+
+def _shared_keys(settings: Settings, redis: Redis, metrics: GatewayMetrics) -> KeyStore:
+    """Returns the keys of the file, or of Redis."""
     if settings.api_keys_file is not None:
         return FileKeys(settings.api_keys_file, log.error, report=metrics.keys_usable.set)
     log.info("API keys are looked up in Redis; give --api-keys-file for a file, or --auth off for none")
@@ -189,6 +195,7 @@ async def assemble(settings: Settings, redis: Redis) -> AsyncIterator[Gateway]:
         protected=store is not None,
         same_machine=store is None and is_loopback(settings.host),
         separate_metrics=bool(settings.metrics_port),
+        allowed_origins=tuple(settings.allowed_origins),
     )
     try:
         notes = LoadNotes(redis, keys, member_id=name, lease_s=settings.lease, read=latencies.load)
@@ -274,4 +281,4 @@ async def _serve(settings: Settings, gateway: Gateway, server: HttpServer, stop:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the role and returns its exit code."""
-    return run_role(GATEWAY, front, argv)
+    return run_role(GATEWAY, front, argv, prepare=partial(with_checkpoint, weights=False))

@@ -6,41 +6,30 @@ read first, so that a damaged or foreign checkpoint is refused at once.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from services.errors import CheckpointError, UnsupportedModel
-from services.model.header import DOWNLOAD_AGAIN, TensorEntry, read_header
-from services.model.load_spec import INDEX, read_index, unreadable
-from services.model.names import LM_HEAD, Shape, dense_shapes, expert_shapes, is_harmless
+from services.errors import CheckpointError
+from services.model.header import DOWNLOAD_AGAIN, TensorEntry
 from services.model.spec import ModelSpec
+from services.model.tensor_entries import tensor_entries
 
 if TYPE_CHECKING:  # digests are made without torch
     from torch import Tensor
-
-_SINGLE = "model.safetensors"
-_FLOATS = frozenset({"F64", "F32", "BF16", "F16"})
 
 
 class Checkpoint:
     """Reads single tensors of a checkpoint. A context manager: files stay mapped until it is left.
 
     Raises (constructor):
-        CheckpointError: files or tensors are missing, damaged, of the wrong shape, or do not belong to the model.
-        UnsupportedModel: weights of a type other than floating point.
+        CheckpointError, UnsupportedModel: see :func:`tensor_entries`.
     """
 
     def __init__(self, model_dir: Path, spec: ModelSpec) -> None:
-        self._dir = model_dir
-        try:
-            self._entries = _read_entries(model_dir)
-        except OSError as error:
-            raise unreadable(model_dir, error) from error
-        self._check(spec)
+        self._entries = tensor_entries(model_dir, spec)
         self._open_files: dict[Path, Any] = {}
         self._stack = ExitStack()
 
@@ -72,107 +61,3 @@ class Checkpoint:
     def nbytes(self, names: Iterable[str]) -> int:
         """Return how many bytes the tensors ``names`` take on disk."""
         return sum(self._entries[name].nbytes for name in names)
-
-    def _check(self, spec: ModelSpec) -> None:
-        expected = dense_shapes(spec) | expert_shapes(spec)
-        if missing := [name for name in expected if name not in self._entries]:
-            raise CheckpointError(
-                f"{self._dir} lacks {_listed(missing, 'tensor')} that config.json calls for.",
-                hint=_missing_hint(missing),
-            )
-        if unexpected := [name for name in self._entries if name not in expected and not is_harmless(name)]:
-            raise CheckpointError(
-                f'{self._entries[unexpected[0]].file}: the architecture "{spec.family}" as config.json describes it '
-                f"has no place for {_listed(unexpected, 'tensor')}.",
-                hint="config.json and weights must come from the same checkpoint: download both again.",
-            )
-        for name, shape in expected.items():
-            self._check_tensor(name, shape)
-
-    def _check_tensor(self, name: str, shape: Shape) -> None:
-        entry = self._entries[name]
-        if entry.shape != shape:
-            raise CheckpointError(
-                f'{entry.file}: tensor "{name}" has shape {list(entry.shape)}, config.json calls for {list(shape)}.',
-                hint="config.json and weights must come from the same checkpoint: download both again.",
-            )
-        if entry.dtype not in _FLOATS:
-            raise UnsupportedModel(
-                f'{entry.file}: tensor "{name}" is of type {entry.dtype}, which is not supported.',
-                hint="Use the checkpoint's float32, bfloat16 or float16 version.",
-            )
-
-
-def _read_entries(model_dir: Path) -> dict[str, TensorEntry]:
-    """Return every tensor of the folder's weight files, or, if there is an index, every tensor in it."""
-    index = model_dir / INDEX
-    if not index.is_file():
-        return _merge_headers(_weight_files(model_dir))
-    file_of = _read_index(index)
-    files = sorted({model_dir / file for file in file_of.values()})
-    if absent := [file.name for file in files if not file.is_file()]:
-        raise CheckpointError(
-            f"{model_dir} lacks {_listed(absent, 'file')} that {index.name} names.", hint="Download the missing files."
-        )
-    headers = {file.name: read_header(file) for file in files}
-    if lost := [name for name, file in file_of.items() if name not in headers[file]]:
-        raise CheckpointError(
-            f'{model_dir / file_of[lost[0]]} has no tensor "{lost[0]}" that {index.name} places there.',
-            hint="Download the file and the index again.",
-        )
-    return {name: headers[file][name] for name, file in file_of.items()}
-
-
-def _weight_files(model_dir: Path) -> list[Path]:
-    if (model_dir / _SINGLE).is_file():
-        return [model_dir / _SINGLE]
-    files = sorted(model_dir.glob("*.safetensors"))
-    if files:
-        return files
-    if pickled := sorted(model_dir.glob("*.bin")) + sorted(model_dir.glob("*.pt")) + sorted(model_dir.glob("*.pth")):
-        raise CheckpointError(
-            f"{model_dir} has its weights only in {_listed([file.name for file in pickled], 'file')} of PyTorch's "
-            "pickle format, which can run code when it is read.",
-            hint="Download the safetensors version, or convert it: load it with transformers and save_pretrained() it.",
-        )
-    raise CheckpointError(f"{model_dir} has no *.safetensors file.", hint="Download the checkpoint's weights.")
-
-
-def _merge_headers(files: list[Path]) -> dict[str, TensorEntry]:
-    entries: dict[str, TensorEntry] = {}
-    for file in files:
-        for name, entry in read_header(file).items():
-            if name in entries:
-                raise CheckpointError(
-                    f'Both {entries[name].file} and {file} have a tensor "{name}", and there is no {INDEX}.',
-                    hint="Keep the files of one checkpoint in the folder, and its index if it has several files.",
-                )
-            entries[name] = entry
-    return entries
-
-
-def _read_index(path: Path) -> dict[str, str]:
-    """Return tensor name -> file name."""
-    try:
-        weight_map = json.loads(read_index(path))["weight_map"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{path} is no index of safetensors files: {error!r}.", hint=DOWNLOAD_AGAIN) from error
-    # A path in the index must not lead out of the folder.
-    if not isinstance(weight_map, dict) or not all(
-        isinstance(file, str) and Path(file).name == file for file in weight_map.values()
-    ):
-        raise CheckpointError(f'{path}: "weight_map" must map tensor names to file names.', hint=DOWNLOAD_AGAIN)
-    return weight_map
-
-
-def _missing_hint(missing: list[str]) -> str:
-    if missing == [LM_HEAD]:
-        return 'If the model shares its embedding with the output, set "tie_word_embeddings": true in config.json.'
-    return "Download the missing files, or the config.json that belongs to these weights."
-
-
-def _listed(names: list[str], noun: str) -> str:
-    """Return ``3 tensors ("a", "b", "c")``; names beyond the fifth are counted."""
-    shown = ", ".join(f'"{name}"' for name in names[:5])
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return f"{len(names)} {noun}{'s' if len(names) > 1 else ''} ({shown}{more})"

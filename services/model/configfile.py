@@ -108,7 +108,8 @@ def read_config(model_dir: Path) -> ConfigFile:
     path = model_dir / CONFIG
     if not model_dir.is_dir():
         raise CheckpointError(
-            f"{model_dir} is not a folder.", hint="Give --model the folder of a downloaded Hugging Face checkpoint."
+            f"{model_dir} is not a folder.",
+            hint="Give --model the folder of a checkpoint, or ORG/NAME of one on the Hugging Face Hub.",
         )
     if not path.is_file():
         raise CheckpointError(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import logging
+import os
 import sys
 import threading
 import time
@@ -71,21 +73,23 @@ class BarProgress:
 
 
 class LogProgress:
-    """A log line when a phase begins, every few seconds, and when it is done."""
+    """A log line every few seconds of a phase, and when it is done."""
 
     def __init__(self, logger: logging.Logger) -> None:
         self._logger = logger
-        self._what, self._total, self._done, self._last_s = "", 0, 0, 0.0
+        self._what, self._total, self._done = "", 0, 0
+        self._began_s = self._last_s = 0.0
 
     def begin(self, what: str, total_bytes: int) -> None:
-        self._what, self._total, self._done, self._last_s = what, total_bytes, 0, time.monotonic()
-        self._logger.info("loading %s: %.0f MiB", what, total_bytes / _MIB)
+        self._what, self._total, self._done = what, total_bytes, 0
+        self._began_s = self._last_s = time.monotonic()
 
     def advance(self, nbytes: int) -> None:
         self._done += nbytes
         now_s = time.monotonic()
         if self._done >= self._total:
-            self._logger.info("loaded %s", self._what)
+            took_s = now_s - self._began_s
+            self._logger.info("loaded %s: %.1f MiB in %.1f s", self._what, self._total / _MIB, took_s)
         elif now_s - self._last_s >= _LOG_EVERY_S:
             self._last_s = now_s
             self._logger.info("loading %s: %d %%", self._what, 100 * self._done // self._total)
@@ -93,10 +97,24 @@ class LogProgress:
 
 @contextmanager
 def loading_progress(logger: logging.Logger, stream: TextIO = sys.stderr) -> Iterator[Progress]:
-    """Show what is loaded inside: as bars where ``stream`` is a terminal, as log lines elsewhere."""
-    if not stream.isatty():
+    """Show what is loaded inside: as bars where ``stream`` is a terminal that this process has to itself, as log lines
+    elsewhere."""
+    if not _has_terminal(stream):
         yield LogProgress(logger)
         return
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with RichProgress(*columns, TimeRemainingColumn(), console=Console(file=stream)) as bars:
         yield BarProgress(bars)
+
+
+def _has_terminal(stream: TextIO) -> bool:
+    """Return whether ``stream`` is a terminal in whose foreground this process is. The children of `serve` are in
+    sessions of their own: each other's bars would overwrite them."""
+    if not stream.isatty():
+        return False
+    try:
+        return os.tcgetpgrp(stream.fileno()) == os.getpgrp()
+    except io.UnsupportedOperation:  # it stands in for a terminal
+        return True
+    except OSError:  # the terminal of another session
+        return False

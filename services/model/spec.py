@@ -105,3 +105,7 @@ class ModelSpec:
     @property
     def kv_size(self) -> int:
         return self.num_kv_heads * self.head_dim
+
+    def kv_bytes(self, itemsize: int) -> int:
+        """Return the bytes of the keys and values of one token over all layers."""
+        return 2 * self.num_layers * self.kv_size * itemsize

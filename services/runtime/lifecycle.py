@@ -33,9 +33,16 @@ FORCED = 130
 log = logging.getLogger(__name__)
 
 
-def run_role(role: Role, main: RoleMain, argv: Sequence[str] | None = None) -> int:
+def run_role(
+    role: Role,
+    main: RoleMain,
+    argv: Sequence[str] | None = None,
+    *,
+    prepare: Callable[[Settings], Settings] = lambda settings: settings,
+) -> int:
     """Run ``main(settings, stop)`` with settings from ``argv`` and the environment; return the exit code.
 
+    ``prepare`` completes the settings before anything runs, and may take long: Ctrl-C ends it at once.
     See :func:`run_process` for signals and errors. A :class:`StartupError` in the settings is one line on stderr.
     Where the role has left work behind, the process ends here.
     """
@@ -48,7 +55,12 @@ def run_role(role: Role, main: RoleMain, argv: Sequence[str] | None = None) -> i
     disable_created_metrics()  # type: ignore[no-untyped-call]  # as many series again, of when each counter began
     if settings.supervisor_pid is not None:
         watch_parent(settings.supervisor_pid)
-    code = run_process(lambda stop: main(settings, stop))
+    try:
+        prepared = prepare(settings)
+    except StartupError as error:
+        log.error("%s", error.message)
+        return error.exit_code
+    code = run_process(lambda stop: main(prepared, stop))
     if left_behind():
         os._exit(code)
     return code

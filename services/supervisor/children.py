@@ -108,7 +108,7 @@ class Children:
 
 async def _kept_alive(child: Child) -> int:
     code = await child.keep_alive()
-    log.error("%s ended for good with exit code %d; stopping", child.name, code)
+    log.error("%s failed (exit code %d, see above) and will not be restarted; shutting down", child.name, code)
     return code
 
 

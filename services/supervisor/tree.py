@@ -6,25 +6,28 @@ Out to the children: a configuration file each, and SIGTERM. Back: exit codes, a
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
+import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import httpx
 
 from services.config import ATTENTION, COLOCATED, EXPERTS, GATEWAY, Role, Settings, require
-from services.errors import ConfigError
-from services.model.load_spec import load_spec
+from services.errors import ConfigError, StartupError
+from services.gateway.auth import keys_required
+from services.model.hub import with_checkpoint
 from services.runtime import configure_logging, run_process
 from services.supervisor.child import Outlook, RedisProcess
 from services.supervisor.children import MODULES, Children
 from services.supervisor.handover import RunFolder, base_url, check_port, held_ports
 from services.supervisor.notices import Notices
 from services.supervisor.policy import RestartPolicy
+from services.supervisor.preflight import Preview, preflight
 from services.supervisor.roster import COMPUTING, computing, device_of
 
 _READY_POLL_S = 0.1
@@ -39,12 +42,24 @@ log = logging.getLogger(__name__)
 def serve(settings: Settings, *, on_ready: OnReady | None = None) -> int:
     """Serve until Ctrl-C or SIGTERM; return the exit code. ``on_ready`` gets the base URL as soon as it answers."""
     configure_logging("serve", settings.log_level, settings.log_format)
+    try:
+        settings = _with_checkpoint(settings)
+    except StartupError as error:
+        log.error("%s", error.message)
+        return error.exit_code
     supervisor = Supervisor(settings, on_ready=on_ready)
     return run_process(supervisor.run, force=supervisor.kill)
 
 
+def _with_checkpoint(settings: Settings) -> Settings:
+    """Return ``settings`` with the checkpoint's folder. What refuses them is found before anything is downloaded."""
+    require(settings, None)
+    check_port(settings.host, settings.port)
+    return with_checkpoint(settings)
+
+
 class Supervisor:
-    """Supervisor of one server. ``modules`` and ``check_model`` tie it to the real roles."""
+    """Supervisor of one server. ``modules`` and ``check`` tie it to the real roles."""
 
     def __init__(
         self,
@@ -52,14 +67,15 @@ class Supervisor:
         *,
         on_ready: OnReady | None = None,
         modules: Mapping[Role, str] = MODULES,
-        check_model: Callable[[Path], object] = load_spec,
+        check: Callable[[Settings], Preview | None] = preflight,
         new_policy: Callable[[], RestartPolicy] = RestartPolicy,
         stop_margin_s: float = 5.0,
     ) -> None:
         self._settings = settings
         self._on_ready = on_ready
         self._modules = modules
-        self._check_model = check_model
+        self._preflight = check
+        self._preview: Preview | None = None
         self._children = Children(modules, new_policy=new_policy, stop_margin_s=stop_margin_s)
         self._notices: Notices | None = None
 
@@ -70,6 +86,8 @@ class Supervisor:
             StartupError: the model folder or the address is unusable, or Redis does not start.
         """
         port = self._check()
+        for line in self._preview.lines() if self._preview else []:
+            log.info("%s", line)
         with RunFolder() as folder, ExitStack() as ports:
             try:
                 await self._start(folder, port, ports)
@@ -88,24 +106,28 @@ class Supervisor:
 
     def _check(self) -> int:
         """Check, before anything is loaded, what would make the roles fail. Returns the port of the REST API."""
-        model = self._settings.model
-        if model is None:
-            raise ConfigError("There is no checkpoint to serve.", hint="Give its folder with --model DIR.")
+        if self._settings.model is None:
+            raise ConfigError(
+                "There is no checkpoint to serve.",
+                hint="Give its folder with --model DIR, or ORG/NAME of the Hugging Face Hub.",
+            )
         require(self._settings, None)
-        self._check_model(model)
-        return check_port(self._settings.host, self._settings.port)
+        port = check_port(self._settings.host, self._settings.port)
+        self._preview = self._preflight(self._settings)
+        return port
 
     async def _start(self, folder: RunFolder, port: int, ports: ExitStack) -> None:
         redis_url = self._settings.redis_url or await self._start_redis(folder)
         self._notices = Notices(redis_url, self._settings.namespace)
         common = {"redis_url": redis_url, "supervisor_pid": os.getpid(), **self._fabric(folder, ports)}
+        common |= {"api_key": None}  # others have no use for it
         inner = {name: role for name, role in self._processes().items() if role != GATEWAY}
         metrics = dict(zip(inner, held_ports(_LOOPBACK, len(inner), ports), strict=True))
         upstreams = [f"{name}=http://{_LOOPBACK}:{metrics_port}/metrics" for name, metrics_port in metrics.items()]
         workers = [name for name, role in inner.items() if role in COMPUTING]
         for name, role in self._processes().items():
             if role == GATEWAY:
-                changes = common | {"port": port, "metrics_upstreams": upstreams}
+                changes = common | {"port": port, "metrics_upstreams": upstreams, "api_key": self._api_key()}
             else:
                 changes = common | {"host": _LOOPBACK, "metrics_port": metrics[name]}
             changes = changes | {"process": name}
@@ -116,6 +138,21 @@ class Supervisor:
             if name in self._ranks():
                 changes = changes | {"rank": self._ranks().index(name)}
             await self._children.start_role(name, role, folder.write(name, self._settings, changes), outlook=outlook)
+
+    def _api_key(self) -> str | None:
+        """Return the gateway's key: the one that was given, or a new one where other machines can connect and the
+        private Redis, which has just begun, cannot have any."""
+        settings = self._settings
+        elsewhere = settings.api_keys_file is not None or settings.redis_url is not None
+        if settings.api_key is not None or elsewhere or not keys_required(settings.auth, settings.host):
+            return settings.api_key
+        key = f"sk-{secrets.token_urlsafe(32)}"
+        log.warning(
+            "clients need an API key, and none is given; this one was made and holds until the server ends: %s "
+            "(clients send 'Authorization: Bearer KEY'; choose your own by EXPERTMESH_API_KEY, or --auth off for none)",
+            key,
+        )
+        return key
 
     def _processes(self) -> dict[str, Role]:
         """Return name -> role of every process, in the order in which they are stopped."""
@@ -158,8 +195,17 @@ class Supervisor:
     async def _announce(self, url: str) -> None:
         await self._ready(url)
         print(f"expertmesh serves {self._settings.model_name} at {url}/v1", flush=True)
+        log.info("%s", self._pages(url))
         if self._on_ready:
             await self._on_ready(url)
+
+    def _pages(self, url: str) -> str:
+        """Return where the API is described and metrics are, and whether clients need a key."""
+        settings = self._settings
+        page = base_url(settings.host, settings.metrics_port) if settings.metrics_port else url
+        asked = settings.api_key is not None or keys_required(settings.auth, settings.host)
+        keys = "clients need an API key" if asked else "clients need no API key"
+        return f"the API is described at {url}/openapi.json, metrics are at {page}/metrics; {keys}"
 
     async def _ready(self, url: str) -> None:
         """Return once the gateway is ready; log now and then what is missing."""
@@ -172,10 +218,19 @@ class Supervisor:
                     answer = await client.get(f"{url}/ready")
                     if answer.status_code == 200:
                         return
-                    missing = " ".join(answer.text.split())[:300]
+                    missing = _missing(answer.text)
                 except httpx.HTTPError as error:
                     log.debug("not ready: %r", error)
                 if clock() - noted > _READY_NOTE_S:
                     noted = clock()
-                    log.info("still waiting: %s", missing)
+                    log.info("waiting for: %s", missing)
                 await asyncio.sleep(_READY_POLL_S)
+
+
+def _missing(answer: str) -> str:
+    """Return what is missing by the answer of the gateway's /ready: the end of its message, or its text."""
+    try:
+        message = str(json.loads(answer)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return " ".join(answer.split())[:300]
+    return message.rpartition("missing: ")[2].rstrip(".")

@@ -13,20 +13,21 @@ import os
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import ExitStack, aclosing, asynccontextmanager
 from functools import partial
-from pathlib import Path
 
 from prometheus_client import CollectorRegistry, disable_created_metrics
 
 from services.config import WORKERS, Role, Settings
+from services.errors import StartupError
 from services.gateway.exposition import Siblings, parse_upstreams
 from services.metrics import MachineMetrics
-from services.model.load_spec import load_spec
+from services.model.hub import with_checkpoint
 from services.runtime import MetricsServer, configure_logging, run_process
 from services.supervisor.child import Outlook
 from services.supervisor.children import MODULES, Children
 from services.supervisor.handover import RunFolder, base_url, held, held_ports
 from services.supervisor.notices import Notices
 from services.supervisor.policy import RestartPolicy
+from services.supervisor.preflight import preflight
 from services.supervisor.readiness import STUCK_S, Readiness
 from services.supervisor.roster import COMPUTING, Place, computing, places
 
@@ -40,25 +41,29 @@ def run_workers(settings: Settings) -> int:
     """Run the workers until Ctrl-C or SIGTERM; return the exit code."""
     configure_logging(WORKERS, settings.log_level, settings.log_format)
     disable_created_metrics()  # type: ignore[no-untyped-call]  # as in every role
-    workers = Workers(settings)
+    try:
+        workers = Workers(with_checkpoint(settings))
+    except StartupError as error:
+        log.error("%s", error.message)
+        return error.exit_code
     return run_process(workers.run, force=workers.kill)
 
 
 class Workers:
-    """Supervisor of one machine's workers. ``modules`` and ``check_model`` tie it to the real roles."""
+    """Supervisor of one machine's workers. ``modules`` and ``check`` tie it to the real roles."""
 
     def __init__(
         self,
         settings: Settings,
         *,
         modules: Mapping[Role, str] = MODULES,
-        check_model: Callable[[Path], object] = load_spec,
+        check: Callable[[Settings], object] = preflight,
         new_policy: Callable[[], RestartPolicy] = RestartPolicy,
         stop_margin_s: float = 5.0,
         stuck_s: float = STUCK_S,
     ) -> None:
         self._settings = settings
-        self._check_model = check_model
+        self._preflight = check
         self._stuck_s = stuck_s
         self._registry = CollectorRegistry()
         self._starts = MachineMetrics(self._registry).starts
@@ -73,7 +78,7 @@ class Workers:
         settings = self._settings
         assert settings.model is not None, "load_settings requires it of workers"
         assert settings.redis_url is not None, "load_settings requires it of workers"
-        self._check_model(settings.model)
+        self._preflight(settings)
         with RunFolder() as folder, ExitStack() as ports:
             found = places(settings, self._pages(ports))
             seats = [place.fabric_port for place in found if place.fabric_port]
@@ -117,7 +122,7 @@ class Workers:
         return held(settings.host, range(first, first + count), until, option="--metrics-port")
 
     async def _start(self, place: Place, folder: RunFolder, readiness: Readiness, notices: Notices) -> None:
-        changes = place.changes() | {"supervisor_pid": os.getpid(), "process": place.name}
+        changes = place.changes() | {"supervisor_pid": os.getpid(), "process": place.name, "api_key": None}
         outlook = Outlook(
             spared=partial(self._spared, place.name),
             proven=lambda: readiness.ever,

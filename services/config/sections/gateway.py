@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, field_validator
+from pydantic_settings import NoDecode
 
 from services.config.fields import GATEWAY, setting
 
@@ -16,7 +18,20 @@ class GatewaySettings(BaseModel):
     auth: Literal["auto", "required", "off"] = setting(
         "auto", "API keys: auto requires them unless --host is loopback", roles=(GATEWAY,)
     )
+    api_key: str | None = setting(
+        None,
+        "an API key that clients may use beside those of the file or of Redis; on loopback, too, they then need one. "
+        "The variable keeps it out of the list of processes",
+        roles=(GATEWAY,),
+        min_length=8,
+    )
     api_keys_file: Path | None = setting(None, "file of hashed API keys (see `expertmesh keys`)", roles=(GATEWAY,))
+    allowed_origins: Annotated[list[str], NoDecode] = setting(
+        [],
+        "origins of web pages that browsers let use the API (CORS), comma-separated, such as https://chat.example.org; "
+        "* is all",
+        roles=(GATEWAY,),
+    )
     answer_memory: int = setting(
         256,
         "MiB for answers: under way, not read yet by their clients, and (a quarter of it) kept for their "
@@ -40,3 +55,19 @@ class GatewaySettings(BaseModel):
         ge=0,
         le=600,
     )
+
+    @field_validator("allowed_origins", mode="before")
+    @classmethod
+    def _split_origins(cls, value: object) -> object:
+        """Takes a list with commas, or a JSON list as vLLM does."""
+        if not isinstance(value, str):
+            return value
+        words = value.strip().removeprefix("[").removesuffix("]").split(",")
+        return [origin for word in words if (origin := word.strip().strip("'\""))]
+
+    @field_validator("allowed_origins")
+    @classmethod
+    def _are_origins(cls, value: list[str]) -> list[str]:
+        if any(not re.fullmatch(r"\*|https?://[^/\s?#]+", origin) for origin in value):
+            raise ValueError("is no origin")
+        return value

@@ -13,9 +13,16 @@ from services.config.fields import ATTENTION, COMPUTING, GATEWAY, WITH_MODEL, se
 class ModelSettings(BaseModel):
     """The checkpoint that is served, and how it is computed."""
 
-    model: Path | None = setting(None, "folder of the checkpoint, in the hub's layout", roles=WITH_MODEL)
+    model: Path | None = setting(
+        None,
+        "folder of the checkpoint, or ORG/NAME of one on the Hugging Face Hub, which is downloaded into its cache",
+        roles=WITH_MODEL,
+    )
+    revision: str | None = setting(
+        None, "commit, branch or tag of a model on the hub (default: its main branch)", roles=WITH_MODEL, min_length=1
+    )
     served_model_name: str | None = setting(
-        None, "name of the model in the API (default: the folder's name)", roles=WITH_MODEL, min_length=1
+        None, "name of the model in the API (default: ORG/NAME, or the folder's name)", roles=WITH_MODEL, min_length=1
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
         "auto", "type of weights and activations; auto is the checkpoint's own", roles=COMPUTING
@@ -34,4 +41,12 @@ class ModelSettings(BaseModel):
     def model_name(self) -> str:
         """Name of the model in the API."""
         assert self.model is not None, "the role needs no model"
-        return self.served_model_name or self.model.resolve().name
+        return self.served_model_name or _name_of(self.model.resolve())
+
+
+def _name_of(folder: Path) -> str:
+    """Returns the name of the folder; of a snapshot in the hub's cache, models--ORG--NAME/snapshots/HASH, ORG/NAME."""
+    repository = folder.parent.parent.name
+    if folder.parent.name == "snapshots" and repository.startswith("models--"):
+        return repository.removeprefix("models--").replace("--", "/", 1)
+    return folder.name

@@ -16,6 +16,7 @@ from services.queue.connect import connect
 from services.queue.keys import Keys
 from services.queue.scheduler_side import SchedulerQueue
 from services.queue.worker_side import WorkerQueue
+from services.runtime.address import incarnations_of
 from services.supervisor.policy import RestartPolicy
 from testkit.waiting import LIMIT_S, eventually
 
@@ -52,7 +53,7 @@ async def killed_and_reported(redis_url: str, namespace: str, note: dict[str, An
     redis, keys = connect(redis_url), Keys(namespace)
     page = f"http://127.0.0.1:{note['settings']['metrics_port']}/metrics"
     info = WorkerInfo(
-        id=note["role"], model="m", fingerprint="f", kv_tokens=1, max_num_seqs=1, max_model_len=1,
+        id=f"{incarnations_of(note['pid'])}0", model="m", fingerprint="f", kv_tokens=1, max_num_seqs=1, max_model_len=1,
         host=socket.gethostname(), pid=note["pid"], version="0", metrics_url=page,
     )  # fmt: skip
     try:

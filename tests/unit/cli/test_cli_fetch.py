@@ -184,7 +184,8 @@ def test_the_hubs_files_at_the_commit_that_a_branch_is_at(source: Path, tmp_path
         assert not (folder / ".gitattributes").exists()
         assert (folder / "config.json").read_bytes() == b'{"hub": 1}'
         assert (folder / MARK).read_text() == "hf://org/tiny@main"
-        assert "names no commit" not in fetched(f"hf://org/tiny@{commit}")
+        assert "is there already" in fetched("org/tiny@main"), "a bare id means the same"
+        assert "names no commit" not in fetched(f"org/tiny@{commit}")
     fetch(str(source), folder, {})
     assert names(folder) == ["a", *names(source)]
     assert not list((folder / "a").iterdir())

@@ -24,8 +24,10 @@ from services.config import (
     load_settings,
     mask_url,
     option,
+    require,
     roles_of,
 )
+from services.config.vllm import ALIASES, POINTERS, SHORT
 from services.errors import ConfigError
 
 
@@ -98,7 +100,75 @@ def test_values_of_each_kind(
 def test_an_unknown_option_names_the_nearest() -> None:
     assert _refusal("--max-num-seq", "4") == "Unknown option --max-num-seq. Did you mean --max-num-seqs?"
     assert "--por" in _refusal("--por", "1"), "abbreviations are not options"
-    assert _refusal("sevre") == "Unexpected argument 'sevre'. See `expertmesh serve --help`."
+    assert _refusal("sevre", role="scheduler") == "Unexpected argument 'sevre'. See `expertmesh scheduler --help`."
+
+
+def test_the_model_may_be_given_without_an_option() -> None:
+    for argv in (["m", "--port", "1"], ["--port", "1", "m"], ["--prefix-cache", "m", "--port", "1"]):
+        settings = load_settings(argv)
+        assert (settings.model, settings.port) == (Path("m"), 1)
+    assert load_layered(["m"]).origin("model") == "--model"
+    assert load_settings(["m", "--redis-url", "redis://h"], role="gateway").model == Path("m")
+    assert _refusal("a", "b") == "Unexpected argument 'b'. See `expertmesh serve --help`."
+    assert _refusal("a", "--model", "b") == "The model is given twice: 'a' and --model b. Leave one of them out."
+
+
+@pytest.mark.parametrize(
+    ("folder", "name"),
+    [("m", "m"), ("models--Qwen--Qwen3-30B-A3B/snapshots/0123", "Qwen/Qwen3-30B-A3B"), ("snapshots/0123", "0123")],
+)
+def test_a_model_is_named_after_its_folder_or_its_place_on_the_hub(tmp_path: Path, folder: str, name: str) -> None:
+    assert Settings(model=tmp_path / folder).model_name == name
+
+
+def test_names_of_vllm_are_taken_where_they_mean_the_same() -> None:
+    assert load_settings(["--no-enable-prefix-caching"]).prefix_cache is False
+    assert load_settings(["--enable-prefix-caching"]).prefix_cache is True
+    assert load_settings(["--num-gpu-blocks-override", "7"]).kv_blocks == 7
+    assert set(ALIASES.values()) <= set(Settings.model_fields)
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--tensor-parallel-size", "2", "m"], "--tensor-parallel-size is no option here: layers and their tensors"),
+        (["-tp", "2"], "-tp is no option here: layers and their tensors"),
+        (["--gpu_memory_utilization=0.9"], "--kv-memory-gib X."),
+        (["--enable-lora"], "LoRA adapters are not supported."),
+        (["--no-enable-chunked-prefill"], "leave it out."),
+    ],
+)
+def test_other_names_of_vllm_say_what_to_use_here(argv: list[str], says: str) -> None:
+    assert says in _refusal(*argv)
+
+
+def test_what_is_said_of_vllms_names_is_true_of_the_settings() -> None:
+    for name, text in POINTERS.items():
+        assert name not in Settings.model_fields, f"{option(name)} is one of ours"
+        assert text.endswith((".", ").")), text
+        for used in re.findall(r"--([a-z-]+)", text):
+            assert used.replace("-", "_") in Settings.model_fields, f"{name}: {text}"
+        for page in re.findall(r"docs/\S+\.md", text):
+            assert (Path(__file__).parents[3] / page).exists(), f"{name}: {text}"
+    assert set(SHORT.values()) <= set(POINTERS)
+
+
+def test_an_api_key_is_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EXPERTMESH_API_KEY", "sk-hidden-from-you")
+    settings = load_settings([])
+    assert settings.api_key == "sk-hidden-from-you"
+    assert settings.shown()["api_key"] == "***"
+    assert "hidden-from" not in repr(settings)
+    assert "short" not in _refusal("--api-key", "short")
+    with pytest.raises(ConfigError, match="--auth off nobody is asked"):
+        require(load_settings(["--auth", "off", "--workers", "1"]), None)
+
+
+@pytest.mark.parametrize("text", ["https://a.example,http://b:3000", '["https://a.example", "http://b:3000"]'])
+def test_origins_are_a_list_with_commas_or_vllms_json(text: str) -> None:
+    assert load_settings(["--allowed-origins", text]).allowed_origins == ["https://a.example", "http://b:3000"]
+    assert load_settings(["--allowed-origins", "*"]).allowed_origins == ["*"]
+    assert "expected origins such as" in _refusal("--allowed-origins", "https://a.example/path")
 
 
 def test_an_unknown_variable_names_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,7 +266,7 @@ def test_every_knob_has_help_and_concerns_a_role_or_serve() -> None:
 
 def test_there_are_no_more_settings_than_a_reader_can_take_in() -> None:
     seen = [name for name in Settings.model_fields if not is_hidden(name)]
-    assert len(seen) <= 70, "a setting that nobody needs is a constant where it is used"
+    assert len(seen) <= 73, "a setting that nobody needs is a constant where it is used"
 
 
 def test_every_setting_is_in_one_section() -> None:

@@ -254,6 +254,7 @@ async def _running(
     max_queued_tokens: int = 4_000_000,
     answer_bytes: int = 64 << 20,
     same_machine: bool = False,
+    allowed_origins: Sequence[str] = (),
     bounds: Bounds | None = None,
     body_room: int = 64 << 20,
     request_timeout_s: float = 60.0,
@@ -316,6 +317,7 @@ async def _running(
         protected=store is not None,
         same_machine=same_machine,
         separate_metrics=separate_metrics,
+        allowed_origins=allowed_origins,
     )
     app = build_app(parts)
     listener = listen("127.0.0.1", 0)

@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from testkit.http_peer import bearer
 
 from services.errors import ConfigError, PortInUse
-from services.gateway.auth import digest, keys_required
+from services.gateway.auth import WithKey, digest, keys_required
 from services.gateway.exposition import Siblings, merge, parse_upstreams
 from services.gateway.key_stores import FileKeys
 from services.gateway.server import listen
@@ -69,6 +69,41 @@ def test_an_unusable_key_file_is_a_startup_error(tmp_path, content):
         FileKeys(write_keys(tmp_path / "twice", entry("a", "s"), entry("b", "s")), print)
     with pytest.raises(ConfigError):
         FileKeys(tmp_path / "absent", print)
+
+
+async def test_a_key_of_the_settings_is_one_more(start, tmp_path):
+    others = FileKeys(write_keys(tmp_path / "keys.yaml", entry("alice", "sk-a")), print)
+    gateway = await start(store=WithKey("sk-own", others))
+    gateway.says([5])
+    for secret, status in (("sk-own", 200), ("sk-a", 200), ("sk-x", 401)):
+        assert (await gateway.post(tenant=secret)).status_code == status
+    assert [request.tenant for request in gateway.queue.admitted] == ["default", "alice"]
+    assert gateway.parts.authenticator.recall("Bearer sk-own") == "default"
+
+
+ORIGIN = "https://chat.example.org"
+PREFLIGHT = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"}
+
+
+async def test_pages_of_allowed_origins_may_use_the_api(start):
+    gateway = await start(allowed_origins=[ORIGIN], tenants=["sk-a"])
+    asked = await gateway.http.options("/v1/completions", headers={"Origin": ORIGIN} | PREFLIGHT)
+    assert asked.status_code == 200, "a browser sends no key with this question"
+    assert asked.headers["access-control-allow-origin"] == ORIGIN
+    assert "authorization" in asked.headers["access-control-allow-headers"]
+    refused = await gateway.http.post("/v1/completions", json={"prompt": "hello"}, headers={"Origin": ORIGIN})
+    assert refused.status_code == 401
+    assert refused.headers["access-control-allow-origin"] == ORIGIN, "the page may read why"
+    other = await gateway.http.options("/v1/completions", headers={"Origin": "https://other.example"} | PREFLIGHT)
+    assert other.status_code == 400
+    assert "access-control-allow-origin" not in other.headers
+
+
+async def test_without_allowed_origins_no_page_may_use_the_api(start):
+    gateway = await start()
+    asked = await gateway.http.options("/v1/completions", headers={"Origin": ORIGIN} | PREFLIGHT)
+    assert asked.status_code == 405
+    assert "access-control-allow-origin" not in asked.headers
 
 
 def test_keys_are_off_on_loopback_only():

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
+import pty
 import shutil
 import tempfile
 import threading
@@ -348,9 +350,17 @@ def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(caplog: pytest.LogC
         lines.advance(60)
         lines.advance(40)
     assert [record.getMessage() for record in caplog.records] == [
-        "loading dense weights: 0 MiB",
-        "loaded dense weights",
+        "loaded dense weights: 0.0 MiB in 0.0 s",
     ]
+
+
+def test_a_terminal_that_other_processes_write_to_gets_lines() -> None:
+    """The children of `serve` have the terminal, but not its foreground."""
+    leader, follower = pty.openpty()
+    with os.fdopen(leader), os.fdopen(follower, "w") as terminal:
+        assert terminal.isatty()
+        with loading_progress(logging.getLogger("loading"), terminal) as lines:
+            assert isinstance(lines, LogProgress)
 
 
 def test_loading_stops_between_two_tensors(folder: Path) -> None:

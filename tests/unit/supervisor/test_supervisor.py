@@ -62,7 +62,7 @@ def _supervisor(
         Settings(**({"model": "m", "port": 0, "drain_timeout": 5.0} | values)),  # type: ignore[arg-type]
         on_ready=on_ready,
         modules=MODULES,
-        check_model=lambda _: None,
+        check=lambda _: None,
         new_policy=few_tries,
         stop_margin_s=stop_margin_s,
     )
@@ -315,6 +315,39 @@ async def test_what_cannot_work_here_is_refused_before_anything_starts(home: Pat
     assert not notes_in(home)
 
 
+async def test_a_server_that_others_reach_makes_a_key_where_there_is_none(
+    home: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert await _run(_nothing, host="0.0.0.0") == 0
+    keys = {role: values["api_key"] for role, values in settings_in(home).items()}
+    assert keys.pop("gateway").startswith("sk-")
+    assert set(keys.values()) == {None}, "others have no use for it"
+    [warning] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert settings_in(home)["gateway"]["api_key"] in warning
+    assert "Authorization: Bearer KEY" in warning
+
+
+@pytest.mark.parametrize(
+    ("values", "key"),
+    [
+        ({}, None),
+        ({"host": "0.0.0.0", "auth": "off"}, None),
+        ({"host": "0.0.0.0", "api_keys_file": "keys.yaml"}, None),
+        ({"host": "0.0.0.0", "api_key": "sk-of-mine"}, "sk-of-mine"),
+        ({"api_key": "sk-of-mine"}, "sk-of-mine"),
+    ],
+)
+async def test_no_key_is_made_where_it_is_not_needed(
+    home: Path, values: dict[str, Any], key: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    assert await _run(_nothing, **values) == 0
+    assert settings_in(home)["gateway"]["api_key"] == key
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+    need = "an API key" if key or "api_keys_file" in values else "no API key"
+    assert f"/metrics; clients need {need}" in caplog.text
+
+
 async def test_a_second_signal_does_not_wait(home: Path, offspring: Callable[[], list[psutil.Process]]) -> None:
     for role in _ALONE:
         (home / f"{role}.stubborn").touch()
@@ -363,7 +396,7 @@ from services.runtime import run_process
 from services.supervisor import Supervisor
 
 modules = dict.fromkeys(("gateway", "scheduler", "attention"), "fake_role")
-supervisor = Supervisor(Settings(model="m", port=0), modules=modules, check_model=lambda _: None)
+supervisor = Supervisor(Settings(model="m", port=0), modules=modules, check=lambda _: None)
 run_process(supervisor.run, force=supervisor.kill)
 """
 

@@ -46,7 +46,7 @@ def _workers(
     return Workers(
         Settings(**(common | values)),  # type: ignore[arg-type]
         modules=MODULES,
-        check_model=lambda _: None,
+        check=lambda _: None,
         new_policy=new_policy,
         stuck_s=stuck_s,
     )

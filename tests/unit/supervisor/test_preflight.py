@@ -1,0 +1,107 @@
+"""What `serve` refuses before anything starts, and what it says that it will use."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from testkit.models.checkpoints import save_checkpoint
+
+from services.config import Settings
+from services.errors import CheckpointError, ConfigError
+from services.supervisor.gpus import Gpus, find_gpus
+from services.supervisor.preflight import Preview, preflight
+from services.supervisor.tree import _missing
+
+TWO = Gpus(names=("NVIDIA H200", "NVIDIA H200"))
+NONE = Gpus(missing="the driver finds no GPU")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint(tmp_path_factory.mktemp("model") / "m", "olmoe")
+
+
+def _preflight(folder: Path, gpus: Gpus = NONE, **values: Any) -> Preview:
+    return preflight(Settings(model=folder, **values), lambda: gpus)
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"max_model_len": 100_000}, "--max-model-len 100000 is more than the"),
+        ({"max_model_len": 17, "kv_blocks": 1}, "--max-model-len 17 does not fit"),
+        ({"kv_memory_gib": 1e-6}, "--kv-memory-gib 1e-06 is less than one KV block"),
+        ({"device": "cuda"}, "--device cuda cannot be used: the driver finds no GPU. Try --device cpu or auto."),
+        ({"device": "cuda:0"}, "--device cuda:0 cannot be used"),
+        ({"layout": "disaggregated", "expert_groups": 4096}, "cannot be split into 4096 shard groups"),
+        ({"layout": "colocated", "workers": 4096}, "cannot be split into 4096 shard groups"),
+    ],
+)
+def test_what_the_roles_would_refuse_is_refused_at_once(folder: Path, values: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        _preflight(folder, **values)
+
+
+def test_a_checkpoint_without_weights_is_refused(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    with pytest.raises(CheckpointError, match=r"has no \*.safetensors file"):
+        _preflight(tmp_path)
+
+
+def test_gpus_are_named_and_counted(folder: Path) -> None:
+    assert _preflight(folder, TWO).device == "cuda (2 x NVIDIA H200)"
+    assert _preflight(folder, TWO, device="cuda:1").device == "cuda:1 (NVIDIA H200)"
+    assert _preflight(folder, TWO, device="cpu").device == _preflight(folder).device == "cpu"
+    assert _preflight(folder, Gpus(), device="cuda").device == "cuda", "torch alone knows"
+    with pytest.raises(ConfigError, match="GPUs here are cuda:0 to cuda:1"):
+        _preflight(folder, TWO, device="cuda:2")
+
+
+def test_sizes_are_those_of_the_model(folder: Path) -> None:
+    from safetensors.torch import load_file
+
+    weights = load_file(folder / "model.safetensors")
+    found = _preflight(folder, kv_blocks=10, max_model_len=32, max_num_seqs=3)
+    assert found.parameters == sum(tensor.numel() for tensor in weights.values())
+    assert found.expert_parameters == sum(tensor.numel() for name, tensor in weights.items() if ".experts." in name)
+    assert (found.room.kv_tokens, found.dtype) == (160, "float32")
+    text = "\n".join(found.lines())
+    assert "device cpu, float32" in text
+    assert "160 tokens; up to 3 requests" in text
+    assert "longest prompt plus answer: 32 tokens; 5 of that length fit" in text
+
+
+def test_it_agrees_with_the_engine_on_the_kv_cache(folder: Path) -> None:
+    import torch
+
+    from services.attention.kv_cache import block_bytes, blocks_within
+    from services.model.load_spec import load_spec
+
+    spec, found = load_spec(folder), _preflight(folder, kv_memory_gib=0.25, dtype="bfloat16")
+    assert found.room.kv_blocks == blocks_within(0.25, spec, block_size=16, dtype=torch.bfloat16)
+    assert found.kv_bytes == found.room.kv_blocks * block_bytes(spec, block_size=16, dtype=torch.bfloat16)
+
+
+def test_gpus_are_found_as_torch_finds_them() -> None:
+    import torch
+
+    assert len(find_gpus().names) == (torch.cuda.device_count() if torch.cuda.is_available() else 0)
+
+
+def test_serve_refuses_within_a_second_of_its_imports_and_starts_nothing(folder: Path) -> None:
+    options = ["--max-model-len", "100000", "--log-format", "text"]
+    command = [sys.executable, "-m", "services", "serve", str(folder), "--port", "0", *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == ConfigError.exit_code
+    assert "--max-model-len 100000 is more than" in done.stderr
+    assert "Redis" not in done.stdout + done.stderr
+
+
+def test_what_is_waited_for_is_named_without_json() -> None:
+    answer = '{"error":{"message":"Not ready; missing: redis, worker.","type":"x"}}'
+    assert _missing(answer) == "redis, worker"
+    assert _missing("no JSON\n") == "no JSON"
