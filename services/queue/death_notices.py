@@ -44,6 +44,6 @@ class DeathNotices:
         ]
         if not ended:
             return 0
-        count, told = await self._scripts.run("death_notice", *ended)
-        log_fates(fates_of(told))
+        count, fates = await self._scripts.run("death_notice", *ended)
+        log_fates(fates_of(fates))
         return int(count)

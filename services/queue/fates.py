@@ -1,6 +1,6 @@
 """What the queue made of requests whose members are gone: from the scripts that found it out, into the log.
 
-`life.lua` tells it; a scheduler that reaps and a supervisor that reports a dead process hear it.
+A scheduler that reaps, and a supervisor that reports a dead process, get this from `life.lua`.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Fate(NamedTuple):
     worker: str
 
 
-def fates_of(told: Sequence[Any]) -> Iterator[Fate]:
-    """Yields what a script told: four values for each request."""
-    for outcome, request_id, attempt, worker in zip(*(told[part::4] for part in range(4)), strict=True):
+def fates_of(reply: Sequence[Any]) -> Iterator[Fate]:
+    """Yields the fates that a script reports, four values for each."""
+    for outcome, request_id, attempt, worker in zip(*(reply[part::4] for part in range(4)), strict=True):
         yield Fate(outcome.decode(), request_id.decode(), int(attempt), worker.decode())
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 
 from prometheus_client import Gauge
 
@@ -129,10 +128,9 @@ class Observer:
     def reaped(self, report: ReapReport) -> None:
         """Count what was taken back, and log what ended."""
         log_fates(report.fates)
-        counts = asdict(report)
         for outcome in _RECLAIMED:
-            if counts[outcome]:
-                self._metrics.reclaimed.labels(outcome).inc(counts[outcome])
+            if count := getattr(report, outcome):
+                self._metrics.reclaimed.labels(outcome).inc(count)
 
 
 def _log_assignment(choice: Choice, answer: Assignment) -> None:

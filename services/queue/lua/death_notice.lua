@@ -17,4 +17,4 @@ for i = 2, #ARGV do
 end
 rebalance_undone()
 if ended > 0 then wake() end
-return { ended, told }
+return { ended, fates }

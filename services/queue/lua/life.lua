@@ -138,10 +138,10 @@ local function remove_worker(worker)
   return redis.call('ZREM', P .. 'workers', worker) == 1
 end
 
-local told = {} -- what became of requests, for their lines in a log: outcome, id, attempt, worker, over and over
+local fates = {} -- what became of requests, for their lines in a log: outcome, id, attempt, worker, over and over
 
-local function tell(outcome, r, attempt, worker)
-  for _, value in ipairs({ outcome, r.id, attempt, worker }) do told[#told + 1] = value end
+local function note_fate(outcome, r, attempt, worker)
+  for _, value in ipairs({ outcome, r.id, attempt, worker }) do fates[#fates + 1] = value end
 end
 
 -- Ends the running attempt of r, which is lost. Returns 'lost' or, over the cap of failures, 'dead'. A request that
@@ -160,14 +160,14 @@ local function lose(r, reason, failures)
     bury(r, reason)
     send_end(r, 'error', C.exhausted)
     conclude(r, 0)
-    tell('dead', r, r.attempt - 1, r.holder)
+    note_fate('dead', r, r.attempt - 1, r.holder)
     return 'dead'
   end
   set(r, 'state', 'lost', 'attempt', r.attempt, 'failures', r.failures, 'stuck', r.stuck,
     'holder', '', 'streamed', '', 'suspect', r.suspect)
   redis.call('ZADD', P .. 'leases', NOW + C.lost_ms, r.id)
   send_lost(r, reason)
-  tell('lost', r, r.attempt - 1, r.holder)
+  note_fate('lost', r, r.attempt - 1, r.holder)
   return 'lost'
 end
 

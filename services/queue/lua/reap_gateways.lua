@@ -25,7 +25,7 @@ for _, gateway in ipairs(redis.call('ZRANGEBYSCORE', P .. 'gateways', '-inf', NO
   if #entry > 0 then append_results(gateway, unpack(entry)) end
   for _, r in ipairs(live) do
     cancel(r, 0)
-    tell('cancelled', r, r.attempt, r.state == 'running' and r.holder or '')
+    note_fate('cancelled', r, r.attempt, r.state == 'running' and r.holder or '')
   end
   for _, id in ipairs(members) do redis.call('SREM', owned, id) end
   cancelled = cancelled + #live
@@ -36,4 +36,4 @@ for _, gateway in ipairs(redis.call('ZRANGEBYSCORE', P .. 'gateways', '-inf', NO
   end
   if left <= 0 then break end
 end
-return { removed, cancelled, left <= 0 and 1 or 0, told }
+return { removed, cancelled, left <= 0 and 1 or 0, fates }

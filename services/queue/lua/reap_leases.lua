@@ -20,7 +20,7 @@ for _, id in ipairs(ids) do
     outcome = lose(r, 'lease expired', 1)
   elseif r and r.state == 'lost' then
     fail(r, C.abandoned)
-    tell('abandoned', r, r.attempt, '')
+    note_fate('abandoned', r, r.attempt, '')
     outcome = 'abandoned'
   end
   if outcome then count[outcome] = count[outcome] + 1 end
@@ -28,4 +28,4 @@ end
 rebalance_undone()
 if count.requeued > 0 then wake() end
 local more = #ids == tonumber(ARGV[3]) and 1 or 0
-return { 0, count.requeued, count.lost, count.dead, count.abandoned, more, told }
+return { 0, count.requeued, count.lost, count.dead, count.abandoned, more, fates }

@@ -12,7 +12,7 @@ for _, id in ipairs(late) do
   redis.call('ZREM', P .. 'deadlines', id)
   if r and r.state == 'queued' then
     fail(r, C.expired)
-    tell('expired', r, r.attempt, '')
+    note_fate('expired', r, r.attempt, '')
     expired = expired + 1
   end
 end
@@ -28,4 +28,4 @@ end
 redis.call('ZREMRANGEBYSCORE', P .. 'dead', '-inf', NOW - C.dead_ms)
 rebalance_undone()
 if requeued > 0 then wake() end
-return { expired, requeued, (#late == limit or #old == limit) and 1 or 0, told }
+return { expired, requeued, (#late == limit or #old == limit) and 1 or 0, fates }

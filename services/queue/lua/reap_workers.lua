@@ -12,4 +12,4 @@ for _, worker in ipairs(redis.call('ZRANGEBYSCORE', P .. 'workers', '-inf', NOW,
   lost, dead = lost + count.lost, dead + count.dead
   if removed then gone = gone + 1 end
 end
-return { gone, lost, dead, left <= 0 and 1 or 0, told }
+return { gone, lost, dead, left <= 0 and 1 or 0, fates }
