@@ -67,7 +67,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     the prompt ends. Between gateway and worker the prompt may stand in Redis instead: then ``prompt`` is its name, and
     ``token_ids`` has only what follows it. ``attempt`` is the fencing token: results of a lower attempt are refused.
     ``deadline_ms`` is absolute, by Redis TIME; ``reply_to`` the result stream of a gateway process, which reads
-    messages up to the version ``wire``.
+    messages up to the version ``wire``. ``queued_ms`` is how long this attempt waited in the queue, 0 before.
     Requests share cached prefixes with those alone that have the same ``cache_salt``.
     """
 
@@ -83,6 +83,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     prompt: str = ""
     wire: int = OLDEST_WIRE
     cache_salt: str = ""
+    queued_ms: int = 0
 
     @property
     def max_len(self) -> int:
@@ -144,7 +145,7 @@ class TokenEvent(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag
     ``token_id`` is None where the request ends without a further token (cancelled, error, ``max_tokens`` 0), and where
     the event brings ``scores`` alone: those of a part of the prompt, in order, before the first token of an attempt.
     A gateway that reads version 1 only gets ``prompt_logprobs`` instead, once, with the first event of an attempt; its
-    first element is None.
+    first element is None. ``cached_tokens`` and the request's ``queued_ms`` come with the first token of an attempt.
     """
 
     request_id: str
@@ -157,6 +158,7 @@ class TokenEvent(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag
     error: ErrorInfo | None = None
     cached_tokens: int = 0
     scores: PromptScores | None = None
+    queued_ms: int = 0
 
     @property
     def nbytes(self) -> int:

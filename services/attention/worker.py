@@ -19,6 +19,7 @@ from services.attention.engine_thread import BUFFER_BYTES, Add, EngineThread, St
 from services.attention.in_flight_requests import InFlightRequests
 from services.attention.publisher import Backpressure, Publisher
 from services.attention.registration import Registration
+from services.attention.request_log import log_attempts, log_end, log_start
 from services.errors import ErrorInfo, ExpertUnavailable, QueueUnavailable
 from services.messages import Assign, Cancel, InboxMessage, TokenEvent, WorkerInfo
 from services.queue.backoff import Backoff, until_answered
@@ -151,8 +152,10 @@ class AttentionWorker:
         try:
             await first_done(*background, self._serve(stop))
             await first_done(*background, self._drain())
-        except EngineStuck:
-            halt = self._thread.abandon
+        except EngineError as error:
+            log_attempts("lost an attempt: its worker ends", self.held())
+            if isinstance(error, EngineStuck):
+                halt = self._thread.abandon
             raise
         finally:
             await end_tasks(background)
@@ -177,8 +180,7 @@ class AttentionWorker:
                 await self._clock.sync()
         except TimeoutError as error:
             raise QueueUnavailable("Redis did not answer a heartbeat in time.") from error
-        for request_id in stale:
-            self._abandon(request_id, held[request_id])
+        self._abandon_all({request_id: held[request_id] for request_id in stale})
 
     async def _follow_inbox(self) -> None:
         last_id, backoff = FIRST_ID, Backoff()
@@ -193,14 +195,22 @@ class AttentionWorker:
         match message:
             case Assign(request):
                 if self._in_flight.open(request.id, request.attempt):
+                    log_start(request)
                     self._thread.send(Add(request))
             case Cancel(request_id, attempt):
+                log_attempts("cancelled", {request_id: attempt}, logging.DEBUG)
                 self._abandon(request_id, attempt)
 
     def _abandon(self, request_id: str, attempt: int) -> None:
         """Stop an attempt that Redis has already moved on from, without an event."""
         self._in_flight.close(request_id, attempt)
         self._thread.send(Stop(request_id, attempt))
+
+    def _abandon_all(self, attempts: Mapping[str, int]) -> None:
+        """Stop attempts that Redis calls ended, cancelled or lost. Most belong to clients that got what they wanted."""
+        log_attempts("stopped: Redis has no such attempt any more", attempts, logging.DEBUG)
+        for request_id, attempt in attempts.items():
+            self._abandon(request_id, attempt)
 
     async def _publish(self, events: Sequence[TokenEvent]) -> set[str]:
         kept = [event for event in events if not _given_up(event)]
@@ -216,6 +226,7 @@ class AttentionWorker:
 
     async def _give_up(self, attempts: Mapping[str, int], error: ErrorInfo) -> None:
         log.warning("giving %d requests up: %s", len(attempts), error.message)
+        log_attempts("gave an attempt up: experts cannot be reached", attempts)
         for request_id, attempt in attempts.items():  # first: the same attempt may be assigned before the reply
             self._in_flight.close(request_id, attempt)
         await self._queue.give_up(self._info.id, attempts, error)
@@ -224,9 +235,10 @@ class AttentionWorker:
     def _note_published(self, events: Sequence[TokenEvent], refused: Mapping[str, int]) -> None:
         for event in events:
             if event.finish is not None and not _given_up(event):
+                if event.request_id not in refused:
+                    log_end(event)
                 self._in_flight.close(event.request_id, event.attempt)
-        for request_id, attempt in refused.items():
-            self._abandon(request_id, attempt)
+        self._abandon_all(refused)
         if refused:
             self._on_refused(len(refused))
 
@@ -242,6 +254,7 @@ class AttentionWorker:
                 await self._in_flight.emptied()
         except TimeoutError:
             log.warning("handing %d requests over, time is up", len(self._in_flight))
+            log_attempts("handed an attempt over", self.held())
         await asyncio.to_thread(self._thread.stop)
         self._backpressure.end()
         try:
@@ -253,9 +266,10 @@ class AttentionWorker:
 
     async def _hand_back(self) -> None:
         held = self._in_flight.held()
-        for request_id in await self._queue.hand_back(self._info.id):
-            if request_id in held:
-                self._abandon(request_id, held[request_id])
+        back = {name: held[name] for name in await self._queue.hand_back(self._info.id) if name in held}
+        log_attempts("gave an attempt back that had not begun", back)
+        for request_id, attempt in back.items():
+            self._abandon(request_id, attempt)
 
     async def _watch_engine(self) -> None:
         """Raise EngineStuck for a step that lasts too long, in ticks of this loop: a paused process does not count."""

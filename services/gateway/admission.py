@@ -3,6 +3,8 @@ of jobs in flight."""
 
 from __future__ import annotations
 
+import logging
+
 from services.errors import QueueUnavailable
 from services.gateway.idempotency import Origin
 from services.gateway.job import Job
@@ -11,6 +13,9 @@ from services.gateway.results import ResultFollower
 from services.gateway.table import JobTable
 from services.messages import GenerateRequest
 from services.queue.limits import TenantLimits
+from services.request_ids import about
+
+log = logging.getLogger(__name__)
 
 
 class Admission:
@@ -40,6 +45,9 @@ class Admission:
             if request.attempt >= choice.request.attempt and choice.finish is None:
                 choice.grant(request)
         job.admitted = True
+        if log.isEnabledFor(logging.DEBUG):
+            for choice in job.choices:
+                log.debug("admitted", extra={**about(choice.request.id, choice.request.attempt), "tenant": job.tenant})
 
     async def _enqueue(self, job: Job, origin: Origin, limits: TenantLimits | None) -> list[GenerateRequest]:
         requests, prompts = [choice.request for choice in job.choices], job.prompts

@@ -20,6 +20,7 @@ from starlette.types import ASGIApp
 from services.errors import NotReady, RequestError
 from services.gateway import docs_page, openapi
 from services.gateway import responses as shapes
+from services.gateway.access import note_of
 from services.gateway.auth import Authenticator
 from services.gateway.errors_http import on_crash, on_http_exception, on_request_error, on_validation_error
 from services.gateway.exposition import Siblings
@@ -119,20 +120,22 @@ def _add_generation(app: FastAPI, parts: Parts) -> None:
         """Continues a prompt."""
         caller = await guard.enter(request)
         async with guard.body(completion_bodies, request, caller) as body:
-            job = await parts.intake.completion(body, caller, check_key(key))
-        return _answer(parts, job, body, CompletionFormat, logprobs=body.logprobs is not None)
+            job = await parts.intake.completion(body, caller, note_of(request.scope).ids, check_key(key))
+        return _answer(parts, request, job, body, CompletionFormat, logprobs=body.logprobs is not None)
 
     @app.post("/v1/chat/completions", **openapi.post(ChatBody, shapes.ChatResponse, *_GENERATION, events=True))
     async def chat(request: Request, key: Key = None) -> Response:
         """Answers a conversation, through the checkpoint's chat template."""
         caller = await guard.enter(request)
         async with guard.body(chat_bodies, request, caller) as body:
-            job = await parts.intake.chat(body, caller, check_key(key))
-        return _answer(parts, job, body, ChatFormat, logprobs=body.logprobs or False)
+            job = await parts.intake.chat(body, caller, note_of(request.scope).ids, check_key(key))
+        return _answer(parts, request, job, body, ChatFormat, logprobs=body.logprobs or False)
 
 
-def _answer(parts: Parts, job: Job, body: GenerationBody, form: type[Format], *, logprobs: bool) -> Response:
-    model = parts.intake.prompts.model
+def _answer(
+    parts: Parts, request: Request, job: Job, body: GenerationBody, form: type[Format], *, logprobs: bool
+) -> Response:
+    model, note = parts.intake.prompts.model, note_of(request.scope)
     options = body.stream_options
     rendered = form(
         job,
@@ -142,6 +145,7 @@ def _answer(parts: Parts, job: Job, body: GenerationBody, form: type[Format], *,
         token_ids=body.return_token_ids or False,
         include_usage=bool(options and options.include_usage),
     )
+    note.model, note.job, note.completion = model.name, job, rendered.id
     kind = EventResponse if body.stream else WholeResponse
     return kind(job, rendered, parts.follower.abandon, parts.offload, parts.intake.holdings)
 

@@ -11,6 +11,7 @@ from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from services.errors import (
     MAX_RETRY_AFTER_S,
@@ -27,6 +28,7 @@ from services.errors import (
     Unauthorized,
     Unavailable,
 )
+from services.gateway.access import note_error
 from services.gateway.not_supported import not_offered
 from services.gateway.openai_format import error_body
 from services.gateway.refusals import Refusals
@@ -51,14 +53,22 @@ def retry_headers(error: RequestError) -> dict[str, str]:
     return headers
 
 
+class _ErrorResponse(Response):
+    """An answer that says which error it is to the request's log line."""
+
+    def __init__(self, error: RequestError, headers: dict[str, str]) -> None:
+        body = msgspec.json.encode(error_body(error))
+        super().__init__(body, status_code=error.status, headers=headers, media_type="application/json")
+        self._error = error
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        note_error(scope, self._error)
+        await super().__call__(scope, receive, send)
+
+
 def error_response(error: RequestError, headers: dict[str, str] | None = None) -> Response:
     """Returns a response with the status, body and headers of ``error``."""
-    return Response(
-        msgspec.json.encode(error_body(error)),
-        status_code=error.status,
-        headers=retry_headers(error) | (headers or {}),
-        media_type="application/json",
-    )
+    return _ErrorResponse(error, retry_headers(error) | (headers or {}))
 
 
 def on_request_error(refusals: Refusals) -> Handler:

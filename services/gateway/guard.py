@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from fastapi import Request
 
 from services.errors import BodyTooLarge, InvalidRequest, Overloaded, WorkLimited
+from services.gateway.access import note_of
 from services.gateway.auth import Authenticator, Caller
 from services.gateway.middleware import until_answered
 from services.gateway.offload import Offload
@@ -141,6 +142,7 @@ class Guard:
             RateLimited: the key sends more requests than it may.
         """
         caller = await self._authenticator.identify(request.headers.get("authorization"))
+        note_of(request.scope).tenant = caller.tenant
         place = until_answered(request.scope).enter_context(self._rooms.requests.open(caller.tenant))
         place.grow(1)
         if caller.limits is not None and caller.limits.requests_per_minute is not None:

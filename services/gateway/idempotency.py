@@ -12,7 +12,6 @@ import hashlib
 import re
 import secrets
 import time
-import uuid
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
@@ -45,8 +44,9 @@ class Origin:
 Start = Callable[[Origin], Awaitable[Job]]
 
 
-def new_origin() -> Origin:
-    return Origin(base_id=uuid.uuid4().hex, seed=secrets.randbits(63))
+def new_origin(base_id: str) -> Origin:
+    """Returns the origin of a new job, which draws a seed of its own."""
+    return Origin(base_id=base_id, seed=secrets.randbits(63))
 
 
 def fingerprint(path: str, body: bytes) -> str:
@@ -90,8 +90,8 @@ class KeyedJobs:
         self._bytes = 0
         self._timer: asyncio.TimerHandle | None = None
 
-    async def run(self, tenant: str, key: str, body_fingerprint: str, start: Start) -> Job:
-        """Returns the job of ``key``; ``start`` begins it where there is none to attach to.
+    async def run(self, tenant: str, key: str, body_fingerprint: str, base_id: str, start: Start) -> Job:
+        """Returns the job of ``key``; ``start`` begins it, as ``base_id``, where there is none to attach to.
 
         Raises:
             Conflict: the key was used with another body.
@@ -107,13 +107,13 @@ class KeyedJobs:
                 return entry.job.result()
             else:
                 self._forget(place)
-        return await self._begin(place, body_fingerprint, start)
+        return await self._begin(place, body_fingerprint, base_id, start)
 
-    async def _begin(self, place: Place, body_fingerprint: str, start: Start) -> Job:
+    async def _begin(self, place: Place, body_fingerprint: str, base_id: str, start: Start) -> Job:
         entry = _Entry(body_fingerprint, asyncio.get_running_loop().create_future())
         self._entries[place] = entry
         try:
-            job = await self._started(place, body_fingerprint, start)
+            job = await self._started(place, body_fingerprint, new_origin(base_id), start)
         except BaseException:
             if self._entries.get(place) is entry:
                 del self._entries[place]
@@ -124,8 +124,7 @@ class KeyedJobs:
         entry.job.set_result(job)
         return job
 
-    async def _started(self, place: Place, body_fingerprint: str, start: Start) -> Job:
-        fresh = new_origin()
+    async def _started(self, place: Place, body_fingerprint: str, fresh: Origin, start: Start) -> Job:
         key = IdempotencyKey(key=place[1], fingerprint=body_fingerprint, base_id=fresh.base_id, seed=fresh.seed)
         try:
             return await start(replace(fresh, key=key))

@@ -29,6 +29,7 @@ from services.gateway.table import JobTable
 from services.messages import GenerateRequest, SamplingParams
 from services.metrics import GatewayMetrics
 from services.queue.prompts import pack_ids, prompt_name
+from services.request_ids import RequestIds, sequence_id
 from services.wire import WIRE
 
 _DEFAULT_MAX_TOKENS = 16  # of completions, as OpenAI's
@@ -95,8 +96,9 @@ class Intake:
         """The account of the answers' memory."""
         return self._table.holdings
 
-    async def completion(self, body: CompletionBody, caller: Caller, key: str | None = None) -> Job:
-        """Returns the job for ``POST /v1/completions``. Raises RequestError for a fault of the client or a refusal."""
+    async def completion(self, body: CompletionBody, caller: Caller, ids: RequestIds, key: str | None = None) -> Job:
+        """Returns the job for ``POST /v1/completions``, called ``ids.base`` if it is a new one. Raises
+        RequestError for a fault of the client or a refusal."""
         arrived = time.monotonic()
         self._check_open(body)
         self._check_count(len(body.prompts) * (body.n or 1), caller)
@@ -112,9 +114,9 @@ class Intake:
             priority=caller.priority(body.priority),
             echo=body.echo or False,
         )
-        return await self._run(body, plan, body.max_tokens, caller, key)
+        return await self._run(body, plan, body.max_tokens, caller, ids, key)
 
-    async def chat(self, body: ChatBody, caller: Caller, key: str | None = None) -> Job:
+    async def chat(self, body: ChatBody, caller: Caller, ids: RequestIds, key: str | None = None) -> Job:
         """Returns the job for ``POST /v1/chat/completions``. Raises as :meth:`completion`."""
         arrived = time.monotonic()
         self._check_open(body)
@@ -141,7 +143,7 @@ class Intake:
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             priority=caller.priority(body.priority),
         )
-        return await self._run(body, plan, wanted, caller, key)
+        return await self._run(body, plan, wanted, caller, ids, key)
 
     def _check_open(self, body: GenerationBody) -> None:
         self.asked_at = time.monotonic()
@@ -164,7 +166,15 @@ class Intake:
                 param="n",
             )
 
-    async def _run(self, body: GenerationBody, plan: _Plan, wanted: int | None, caller: Caller, key: str | None) -> Job:
+    async def _run(
+        self,
+        body: GenerationBody,
+        plan: _Plan,
+        wanted: int | None,
+        caller: Caller,
+        ids: RequestIds,
+        key: str | None,
+    ) -> Job:
         """Returns the job of ``plan`` with ``wanted`` tokens, by default as many of the plan's as the budget admits."""
         if wanted is None:
             wanted = self._budget.largest_max_tokens(plan.demand, plan.max_tokens)
@@ -179,8 +189,9 @@ class Intake:
             return await self._admit(job, origin, caller)
 
         if key is None:
-            return await start(new_origin())
-        return await self._keyed.run(caller.tenant, key, fingerprint(type(body).__name__, body.canonical()), start)
+            return await start(new_origin(ids.base))
+        content = fingerprint(type(body).__name__, body.canonical())
+        return await self._keyed.run(caller.tenant, key, content, ids.base, start)
 
     async def _echoes(self, plan: _Plan, caller: Caller, loan: Loan) -> list[Spelled]:
         """Returns the texts of prompts that the answer repeats. Raises InvalidRequest where they are too long."""
@@ -254,7 +265,7 @@ class Intake:
             for draw in range(plan.n):
                 index = len(choices)
                 request = GenerateRequest(
-                    id=f"{origin.base_id}-{index}",
+                    id=sequence_id(origin.base_id, index),
                     attempt=1,
                     token_ids=[],
                     prompt_len=len(ids),

@@ -67,6 +67,7 @@ class Choice:
         self.generated = array("i")
         self.text = bytearray()  # UTF-8, without the echo
         self.cached_tokens = 0
+        self.queued_ms = 0  # in the queue, of all attempts that sent a token
         self.finish: FinishReason | None = None
         self.error: RequestError | None = None
         self.recovering = False  # between the loss of an attempt and the next one
@@ -148,6 +149,7 @@ class Choice:
             self.cached_tokens = min(event.cached_tokens, len(self.prompt))
         stopped = False
         if event.index == len(self.generated) and event.token_id is not None:
+            self.queued_ms += event.queued_ms
             stopped = self._take(event.token_id, event)
         elif event.finish is None:
             return Step.IGNORED

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import time
-import uuid
 from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -21,25 +19,18 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.errors import Forbidden, InternalError, Overloaded, RequestError, WrongContentType
+from services.gateway.access import Note
 from services.gateway.auth import is_loopback
 from services.gateway.errors_http import error_response
 from services.metrics import GatewayMetrics
+from services.request_ids import RequestIds
 from services.runtime import bind_request_id
 
 log = logging.getLogger(__name__)
 
-_UNSAFE = re.compile(r"[^A-Za-z0-9._:-]")
-_MAX_ID = 128
-_LOGGED_PATH = 512  # characters; a path may have 64 Ki of them
 _QUIET = ("/health", "/ready", "/accepting", "/metrics")
 _UNTIL_ANSWERED = "expertmesh.until_answered"
 _FULL_RETRY_S = 2.0
-
-
-def request_id(headers: Headers) -> str:
-    """Returns ``X-Request-Id`` without characters that could break a log or a header; a new id if none is left."""
-    given = _UNSAFE.sub("", headers.get("x-request-id", ""))[:_MAX_ID]
-    return given or uuid.uuid4().hex
 
 
 def until_answered(scope: Scope) -> ExitStack:
@@ -63,7 +54,9 @@ class RequestContext:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        identity, status, began = request_id(headers), 0, time.monotonic()
+        ids, status, began = RequestIds.of(headers.get("x-request-id", "")), 0, time.monotonic()
+        note = Note(ids)
+        note.under(scope)
         hesitant = headers.get("expect", "").lower() == "100-continue"
 
         async def send_marked(message: Message) -> None:
@@ -71,12 +64,12 @@ class RequestContext:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 answered = MutableHeaders(scope=message)
-                answered["x-request-id"] = identity
+                answered["x-request-id"] = ids.request_id
                 if self._leaving() or (hesitant and status >= 400):
                     answered["connection"] = "close"
             await send(message)
 
-        with bind_request_id(identity), ExitStack() as scope[_UNTIL_ANSWERED]:
+        with bind_request_id(ids.request_id), ExitStack() as scope[_UNTIL_ANSWERED]:
             try:
                 await self._app(scope, receive, send_marked)
             except ClientDisconnect:
@@ -87,15 +80,14 @@ class RequestContext:
                     answer = error_response(InternalError("The server failed.", hint="Its log has the details."))
                     await answer(scope, receive, send_marked)
             finally:
-                self._record(scope, status, time.monotonic() - began)
+                self._record(scope, note, status or 499, time.monotonic() - began)
 
-    def _record(self, scope: Scope, status: int, seconds: float) -> None:
+    def _record(self, scope: Scope, note: Note, status: int, seconds: float) -> None:
         route = getattr(scope.get("route"), "path", "other")
-        self._metrics.http_requests.labels(route, str(status or 499)).inc()
+        self._metrics.http_requests.labels(route, str(status)).inc()
         level = logging.DEBUG if scope["path"] in _QUIET else logging.INFO
         if log.isEnabledFor(level):
-            extra = {"method": scope["method"], "path": scope["path"][:_LOGGED_PATH], "status": status or 499}
-            log.log(level, "request", extra=extra | {"ms": round(seconds * 1e3, 1)})
+            log.log(level, "request", extra=note.fields(scope, status=status, seconds=seconds))
 
 
 class RoundRobin:

@@ -75,7 +75,8 @@ class Format(ABC):
         self.include_usage = include_usage
         alternatives = job.choices[0].request.sampling.logprobs or 0
         self.piece_records = max(1, PIECE_RECORDS // (1 + alternatives // _SMALL_ALTERNATIVES))
-        self._head = {"id": self.prefix + job.id, "created": job.created, "model": model}
+        self.id = self.prefix + job.id
+        self._head = {"id": self.id, "created": job.created, "model": model}
         envelope = _encode({"object": self.chunk_object, **self._head})[:-1]
         self._envelope = b"data: " + envelope
         self._before = self._envelope + b',"choices":[{"index":'

@@ -19,6 +19,7 @@ from services.gateway.table import Followups, JobTable
 from services.messages import WorkerInfo
 from services.metrics import GatewayMetrics
 from services.queue.gateway_side import FIRST_ID, RequestState
+from services.request_ids import about
 from services.runtime.tasks import end_tasks, first_done
 
 log = logging.getLogger(__name__)
@@ -241,12 +242,13 @@ class ResultFollower:
             return
         request = choice.resubmission(attempt)
         choice.recovering = False  # events of the new attempt may come before the answer to this call
-        log.info("resubmitted", extra={"sequence": request.id, "attempt": attempt, "delivered": request.delivered})
+        log.info("resubmitted", extra={**about(request.id, attempt), "delivered": request.delivered})
         prompts = {request.prompt: choice.prompt}
         await self._queue.resubmit(request, prompts, by_name=not choice.whole)  # False: the next survey finds out why
 
     async def _resync(self, job: Job, choice: Choice, *, retake: bool = False) -> None:
         choice.recovering = True
+        log.info("asks the queue for the end of an attempt", extra=about(choice.request.id, choice.request.attempt))
         attempt = await self._queue.resync(choice.request.id, choice.request.attempt, retake=retake)
         if attempt is None:
             self.fail(job, Unavailable("The request was cancelled by the server.", hint="Send it again."))

@@ -18,6 +18,7 @@ from services.gateway.targets import LatencyTargets
 from services.messages import AttemptLost, FinishReason, TokenEvent
 from services.metrics import GatewayMetrics
 from services.queue.gateway_side import Result, Unreadable
+from services.request_ids import about
 
 MAX_MISSED = 2
 """How many attempts of a sequence are repeated because a part of them will never come."""
@@ -116,7 +117,10 @@ class JobTable:
         cancel: dict[str, int] = {}
         for job in self.holdings.excess() if self.holdings.full else ():
             size = job.nbytes
-            log.warning("ended an answer: all of them take too much memory", extra={"job": job.id, "bytes": size})
+            log.warning(
+                "ended an answer: all of them take too much memory",
+                extra={**about(job.choices[0].request.id), "bytes": size},
+            )
             error = Overloaded("The answer takes more memory than this gateway has for it.", hint="Ask for less.")
             cancel.update(self.fail(job, error))
             job.drop(error)
@@ -144,6 +148,7 @@ class JobTable:
     def _lose(self, choice: Choice, event: AttemptLost, todo: Followups) -> None:
         if choice.finish is None and event.attempt > choice.request.attempt:
             self._metrics.lost_attempts.labels(_lost_reason(event.reason)).inc()
+            log.info("lost an attempt", extra={**about(event.request_id, event.attempt - 1), "why": event.reason})
             todo.lost.append((choice, event.attempt))
             choice.resubmission(event.attempt)  # events of the old attempt are ignored from here on
 

@@ -7,6 +7,7 @@ from urllib.parse import urlsplit
 from redis.asyncio import Redis
 
 from services.messages import ExpertInfo, WorkerInfo
+from services.queue.fates import fates_of, log_fates
 from services.queue.keys import Keys
 from services.queue.limits import QueueLimits
 from services.queue.scheduler_side import SchedulerQueue
@@ -28,8 +29,8 @@ class DeathNotices:
 
         A member's id begins with its host's name and its process number (:func:`services.runtime.address.incarnation`);
         its ``host`` is the address at which it is reached. The port identifies the process, too: containers may share a
-        host's name and number their processes alike. Returns how many members it was: a worker, a seat, a reader of the
-        table.
+        host's name and number their processes alike. Attempts that are lost with it are logged. Returns how many
+        members it was: a worker, a seat, a reader of the table.
         """
         infos: list[WorkerInfo | ExpertInfo] = [
             *(state.info for state in await self._workers.workers()),
@@ -41,4 +42,8 @@ class DeathNotices:
             for info in infos
             if info.id.startswith(ours) and urlsplit(info.metrics_url or "").port == metrics_port
         ]
-        return int(await self._scripts.run("death_notice", *ended)) if ended else 0
+        if not ended:
+            return 0
+        count, fates = await self._scripts.run("death_notice", *ended)
+        log_fates(fates_of(fates))
+        return int(count)

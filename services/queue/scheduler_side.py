@@ -19,6 +19,7 @@ from redis.asyncio import Redis
 from services.errors import ErrorInfo, InternalError, UnreadableMessage
 from services.messages import Assign, GenerateRequest, WorkerInfo, decode_request, decode_worker, encode
 from services.queue.connect import MAX_BLOCK_MS, command
+from services.queue.fates import Fate, fates_of
 from services.queue.keys import Keys
 from services.queue.limits import QueueLimits
 from services.queue.prompts import HEAD_TOKENS, PromptReader, unpack_ids
@@ -94,6 +95,8 @@ class ReapReport:
     """Whether reclaiming of leases is on hold, because Redis was away."""
     more: bool = False
     """Whether the bound on work was reached: call again soon."""
+    fates: Sequence[Fate] = ()
+    """Each request counted above but those that went back into the queue."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -161,7 +164,7 @@ class SchedulerQueue:
         rows = await self._scripts.run("claim", epoch, max_requests, max_tokens or 0)
         claims: list[Claim] = []
         heads: dict[str, Sequence[int]] = {}
-        for request_id, body, attempt, deadline_ms, reply_to, head, suspect in rows:
+        for request_id, body, attempt, deadline_ms, reply_to, head, suspect, queued_ms in rows:
             try:
                 request = decode_request(body)
             except UnreadableMessage as error:
@@ -170,7 +173,8 @@ class SchedulerQueue:
             if head:
                 heads[request.prompt] = unpack_ids(head)
             known = heads.get(request.prompt, ()) if request.prompt else request.token_ids[:HEAD_TOKENS]
-            taken = structs.replace(request, attempt=attempt, deadline_ms=deadline_ms, reply_to=reply_to.decode())
+            granted = {"attempt": attempt, "deadline_ms": deadline_ms, "queued_ms": queued_ms}
+            taken = structs.replace(request, reply_to=reply_to.decode(), **granted)
             claims.append(Claim(taken, known, suspect == b"1"))
         return claims
 
@@ -246,10 +250,12 @@ class SchedulerQueue:
         gateways only while no hold is on. A hold of one lease period starts by itself when the Redis server's run id
         changes, or when nobody has called this for two thirds of a lease: the server may have stood still.
         """
-        expired, stale_claims, more_queue = await self._scripts.run("reap_queue", epoch, max_items)
-        removed, lost_workers, dead_workers, more_workers = await self._scripts.run("reap_workers", epoch, max_items)
-        held, claims, lost, dead, abandoned, more = await self._scripts.run("reap_leases", epoch, max_items)
-        gateways, cancelled, more_gateways = await self._scripts.run("reap_gateways", epoch, max_items)
+        expired, stale_claims, more_queue, of_queue = await self._scripts.run("reap_queue", epoch, max_items)
+        removed, lost_workers, dead_workers, more_workers, of_workers = await self._scripts.run(
+            "reap_workers", epoch, max_items
+        )
+        held, claims, lost, dead, abandoned, more, of_leases = await self._scripts.run("reap_leases", epoch, max_items)
+        gateways, cancelled, more_gateways, of_gateways = await self._scripts.run("reap_gateways", epoch, max_items)
         return ReapReport(
             expired=expired,
             requeued=stale_claims + claims,
@@ -261,6 +267,7 @@ class SchedulerQueue:
             gateways=gateways,
             held=bool(held),
             more=bool(more_queue or more_workers or more or more_gateways),
+            fates=[*fates_of(of_queue), *fates_of(of_workers), *fates_of(of_leases), *fates_of(of_gateways)],
         )
 
     async def hold_reclaims(self, for_s: float) -> None:

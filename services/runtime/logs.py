@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -16,11 +17,14 @@ _OWN_ATTRIBUTES = frozenset(vars(logging.makeLogRecord({}))) | {
     *("message", "asctime", "role", "request_id", "taskName"),
     "color_message",  # uvicorn repeats its message in colours
 }
+_PLAIN = re.compile(r"[^\s=\"]+")
 _CHATTY = ("asyncio", "httpcore", "httpcore2", "httpx", "httpx2", "urllib3")
 
 
 def printable(text: str) -> str:
     """Return ``text`` in one line, with characters that steer a terminal or turn the writing direction escaped."""
+    if text.isprintable():
+        return text
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
@@ -72,6 +76,14 @@ def _extras(record: logging.LogRecord) -> dict[str, object]:
     return {key: value for key, value in vars(record).items() if key not in _OWN_ATTRIBUTES}
 
 
+def _quoted(value: object) -> str:
+    """Return ``value`` as text lines show it: in quotes where it could be taken for several fields."""
+    text = str(value)
+    if isinstance(value, str) and not _PLAIN.fullmatch(text):
+        text = '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    return text
+
+
 def _in_json(char: str) -> str:
     """Return ``char`` of a JSON text, as an escape if it would steer a terminal or end a line for some readers."""
     return char if char.isprintable() else json.dumps(char)[1:-1]
@@ -83,7 +95,7 @@ class _TextFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         fields = {"request_id": getattr(record, "request_id", None), **_extras(record)}
-        tail = "".join(f"  {key}={value}" for key, value in fields.items() if value is not None)
+        tail = "".join(f"  {key}={_quoted(value)}" for key, value in fields.items() if value is not None)
         head, *trace = super().format(record).split("\n")
         return "\n".join([head + printable(tail), *map(printable, trace)])
 

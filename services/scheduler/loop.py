@@ -281,7 +281,8 @@ class _Term:
             hint="Shorten the prompt or lower max_tokens.",
             param="max_tokens",
         )
-        await self._queue.fail(self._epoch, request, error.info())
+        if await self._queue.fail(self._epoch, request, error.info()):
+            self._observer.refused(request, error.message)
 
 
 def free_credit(workers: Sequence[WorkerState]) -> tuple[int, int]:

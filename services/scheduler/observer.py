@@ -1,15 +1,22 @@
-"""Writes the scheduler's series: from what the loop does, and from the queue's depth and workers in Redis."""
+"""Writes the scheduler's series and its log lines about requests: from what the loop does, and from the queue's depth
+and workers in Redis.
+
+A first assignment is a line at debug, so that a scheduler of thousands of requests a second writes little; a further
+one, and whatever ends a request or its attempt here, is a line at info."""
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 
 from prometheus_client import Gauge
 
+from services.messages import GenerateRequest
 from services.metrics import SchedulerMetrics
+from services.queue.fates import log_fates
 from services.queue.scheduler_side import Assignment, ReapReport, SchedulerQueue
+from services.request_ids import about
 from services.routing import RoutingTable
 from services.scheduler.kube.observed import Observed
 from services.scheduler.policy import Choice
@@ -17,6 +24,8 @@ from services.scheduler.scaling import Decision, ReplicaCounts, Replicas, Target
 
 _RECLAIMED = ("requeued", "lost", "dead", "abandoned", "cancelled", "expired")
 """Fields of :class:`ReapReport` that are outcomes of ``reclaimed_leases_total``."""
+
+log = logging.getLogger(__name__)
 
 
 class Observer:
@@ -105,14 +114,29 @@ class Observer:
             ready.labels(target.role, target.label).set(replicas.ready)
 
     def assigned(self, choices: Sequence[Choice], answers: Sequence[Assignment]) -> None:
-        """Count what the queue made of ``choices``."""
+        """Count and log what the queue made of ``choices``."""
         for choice, answer in zip(choices, answers, strict=True):
+            _log_assignment(choice, answer)
             if answer.queued_s is not None:
                 self._metrics.dispatched.labels("prefix" if choice.held_tokens else "load").inc()
                 self._metrics.queue_time.observe(answer.queued_s)
 
+    def refused(self, request: GenerateRequest, why: str) -> None:
+        """Log a request that ends because no worker can hold it."""
+        log.info("ended a request", extra={**about(request.id, request.attempt), "why": why})
+
     def reaped(self, report: ReapReport) -> None:
-        counts = asdict(report)
+        """Count what was taken back, and log what ended."""
+        log_fates(report.fates)
         for outcome in _RECLAIMED:
-            if counts[outcome]:
-                self._metrics.reclaimed.labels(outcome).inc(counts[outcome])
+            if count := getattr(report, outcome):
+                self._metrics.reclaimed.labels(outcome).inc(count)
+
+
+def _log_assignment(choice: Choice, answer: Assignment) -> None:
+    request = choice.request
+    level = logging.DEBUG if request.attempt == 1 or not answer else logging.INFO
+    if log.isEnabledFor(level):
+        said = "assigned" if answer else "not assigned: its worker has no credit, or the request is gone"
+        waited = {} if answer.queued_s is None else {"queue_ms": round(1000 * answer.queued_s)}
+        log.log(level, said, extra={**about(request.id, request.attempt), "worker": choice.worker_id, **waited})

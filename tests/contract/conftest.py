@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import TYPE_CHECKING
 
 import pytest
+from msgspec import structs
 from redis.asyncio import Redis
 from testkit.fabric.expert_floor import Floor
 from testkit.native import Absent
@@ -109,6 +110,8 @@ class Bench:
         return [await self.whole(claim.request) for claim in await self.scheduler.claim(self.epoch, count)]
 
     async def whole(self, request: GenerateRequest) -> GenerateRequest:
+        """A claimed request with its prompt and without its time in the queue, as its gateway keeps it."""
+        request = structs.replace(request, queued_ms=0)
         if not request.prompt:
             return request
         return whole(request, unpack_ids(await self.redis.get(self.keys.prompt(request.prompt))))

@@ -36,7 +36,10 @@ async def notices(floor, monkeypatch: pytest.MonkeyPatch) -> DeathNotices:
     return DeathNotices(bench.user("workers"), bench.keys, bench.limits)
 
 
-async def test_what_a_process_held_goes_on_elsewhere_at_once(floor, notices: DeathNotices) -> None:
+async def test_what_a_process_held_goes_on_elsewhere_at_once(
+    floor, notices: DeathNotices, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="services.queue")
     bench = floor.bench
     await bench.worker.publish(ENDED, [bench.token(bench.request("computed"), 0)])
     assert await notices.send(PID, PORT) == 3, "its lease as a worker, its seat's, and that on the routing table"
@@ -44,6 +47,11 @@ async def test_what_a_process_held_goes_on_elsewhere_at_once(floor, notices: Dea
     assert sorted(lost) == [("computed", 2), ("waiting", 2)], (
         "their gateway hears of it before any scheduler has looked"
     )
+    lines = [vars(record) for record in caplog.records if record.getMessage().startswith("lost an attempt")]
+    assert sorted((line["sequence"], line["attempt"], line["worker"]) for line in lines) == [
+        ("computed", 1, ENDED),
+        ("waiting", 1, ENDED),
+    ]
     report = await bench.scheduler.reap(bench.epoch)
     assert (report.workers, report.lost) == (0, 0)
     reaped = await floor.registry.reap(floor.e)

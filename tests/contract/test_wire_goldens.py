@@ -24,7 +24,12 @@ REQUEST = messages.GenerateRequest(
 SCORES = (struct.pack("<2f", -0.5, -2.25), struct.pack("<2i", 7, 70_000), struct.pack("<2f", -0.25, -1.5))
 EVENTS = [
     messages.TokenEvent(
-        request_id="cmpl-1-0", attempt=2, index=1, token_id=8, logprob=messages.TokenLogprob(-0.5, [(8, -0.5)])
+        request_id="cmpl-1-0",
+        attempt=2,
+        index=1,
+        token_id=8,
+        logprob=messages.TokenLogprob(-0.5, [(8, -0.5)]),
+        queued_ms=12,
     ),
     messages.TokenEvent(
         request_id="cmpl-1-0", attempt=2, index=2, finish="error", error=ErrorInfo(code="internal_error", message="m")
@@ -59,10 +64,10 @@ def test_request_round_trips_and_keeps_its_bytes() -> None:
 
 def test_what_this_release_adds_to_a_request_is_left_out_where_it_says_nothing() -> None:
     """So an earlier release reads it, and this one reads what that wrote."""
-    named = msgspec.structs.replace(REQUEST, prompt="name", wire=2, cache_salt="s")
+    named = msgspec.structs.replace(REQUEST, prompt="name", wire=2, cache_salt="s", queued_ms=12)
     plain = msgspec.msgpack.decode(messages.encode(named), strict=False)
-    assert {name: plain.pop(name) for name in ("prompt", "wire", "cache_salt")} == {
-        "prompt": "name", "wire": 2, "cache_salt": "s",
+    assert {name: plain.pop(name) for name in ("prompt", "wire", "cache_salt", "queued_ms")} == {
+        "prompt": "name", "wire": 2, "cache_salt": "s", "queued_ms": 12,
     }  # fmt: skip
     assert messages.decode_request(msgspec.msgpack.encode(plain)) == REQUEST
 
@@ -78,9 +83,9 @@ def test_events_round_trip_and_keep_their_layout() -> None:
     data = messages.encode(EVENTS)
     assert messages.decode_results(data) == EVENTS
     assert msgspec.msgpack.decode(data) == [
-        ["token", "cmpl-1-0", 2, 1, 8, None, [-0.5, [[8, -0.5]]], None, None, 0, None],
-        ["token", "cmpl-1-0", 2, 2, None, "error", None, None, {"code": "internal_error", "message": "m"}, 0, None],
-        ["token", "cmpl-1-0", 2, 1, None, None, None, None, None, 0, [1, 1, SCORES[0], SCORES[1], SCORES[2]]],
+        ["token", "cmpl-1-0", 2, 1, 8, None, [-0.5, [[8, -0.5]]], None, None, 0, None, 12],
+        ["token", "cmpl-1-0", 2, 2, None, "error", None, None, {"code": "internal_error", "message": "m"}, 0, None, 0],
+        ["token", "cmpl-1-0", 2, 1, None, None, None, None, None, 0, [1, 1, SCORES[0], SCORES[1], SCORES[2]], 0],
         ["lost", "cmpl-1-0", 3, "lease expired"],
     ]
 
@@ -93,6 +98,14 @@ def test_inbox_messages_round_trip(message: messages.InboxMessage) -> None:
 def test_a_shorter_event_of_an_older_sender_is_still_read() -> None:
     older = msgspec.msgpack.encode([["token", "a", 1, 0, 7]])
     assert messages.decode_results(older) == [messages.TokenEvent(request_id="a", attempt=1, index=0, token_id=7)]
+
+
+def test_a_longer_event_or_request_of_a_newer_sender_is_read_without_what_is_new() -> None:
+    """As gateways and workers of the release before read what this one adds."""
+    longer = [[*event, "new"] for event in msgspec.msgpack.decode(messages.encode(EVENTS))[:-1]]
+    assert messages.decode_results(msgspec.msgpack.encode(longer)) == EVENTS[:-1]
+    newer = msgspec.msgpack.decode(messages.encode(REQUEST)) | {"new": 1}
+    assert messages.decode_request(msgspec.msgpack.encode(newer)) == REQUEST
 
 
 EXPERT = messages.ExpertInfo(

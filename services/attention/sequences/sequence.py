@@ -105,6 +105,7 @@ class SequenceState:
     admission: int = -1
     preempted: bool = False
     cached_tokens: int = 0
+    queued_ms: int = 0
     blocks: list[int] = field(default_factory=list)
     chain: list[bytes] = field(default_factory=list)
     published: int = 0
@@ -154,7 +155,9 @@ class SequenceState:
         finish: FinishReason | None = None if len(token_ids) < self.limit else "length"
         if token_id in self.stop_ids:
             finish = "stop"
-        if not self.kept_scores and not self.cached_tokens:  # not the first of an attempt, or nothing goes with it
+        if not (
+            self.kept_scores or self.cached_tokens or self.queued_ms
+        ):  # not the first of an attempt, or nothing goes with it
             return TokenEvent(
                 request_id=request.id,
                 attempt=request.attempt,
@@ -175,8 +178,8 @@ class SequenceState:
     ) -> TokenEvent:
         """Make an event; the first of an attempt carries what was kept for it."""
         request = self.request
-        kept, cached_tokens = self.kept_scores, self.cached_tokens
-        self.kept_scores, self.cached_tokens = [], 0
+        kept, cached_tokens, queued_ms = self.kept_scores, self.cached_tokens, self.queued_ms
+        self.kept_scores, self.cached_tokens, self.queued_ms = [], 0, 0
         whole = kept and self.scored is None and error is None  # a cancel can come between two chunks
         return TokenEvent(
             request_id=request.id,
@@ -188,6 +191,7 @@ class SequenceState:
             prompt_logprobs=[None, *(score for scores in kept for score in scores.each())] if whole else None,
             error=error.info() if error else None,
             cached_tokens=cached_tokens,
+            queued_ms=queued_ms,
         )
 
 
@@ -202,6 +206,7 @@ def open_sequence(request: GenerateRequest, arrival: int, eos_token_ids: Iterabl
         stop_ids=stop_ids,
         token_ids=token_ids,
         scored=None if params.prompt_logprobs is None else 1,
+        queued_ms=request.queued_ms,
         row=DrawRow(params=params, token_ids=token_ids, prompt_len=request.prompt_len, stop_ids=stop_ids),
         limit=request.max_len,
     )

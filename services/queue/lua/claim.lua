@@ -1,7 +1,8 @@
 --@use base prompts suspects queue life
 -- Takes requests out of the queue for the leader: strict between priorities, deficit round-robin between tenants.
 -- ARGV: limits, epoch, most requests, most tokens (0: no bound)
--- Returns {{id, body, attempt, deadline, reply_to, the prompt's beginning ('': in the body), '1' for a suspect}, ...}.
+-- Returns {{id, body, attempt, deadline, reply_to, the prompt's beginning ('': in the body), '1' for a suspect, ms that
+-- it has waited}, ...}.
 -- Guarantees: a tenant is served while its deficit covers the head of its queue; then the deficit grows by one quantum
 -- and the next tenant's turn comes. Rounds in which nobody could be served are granted at once, so the work is bounded
 -- by requests x tenants.
@@ -37,7 +38,8 @@ local function take(head)
   redis.call('ZADD', P .. 'claims', ARGV[2], r.id)
   redis.call('ZADD', P .. 'leases', NOW + C.lease_ms, r.id)
   local body = redis.call('HGET', P .. 'req:' .. r.id, 'body') or ''
-  answer[#answer + 1] = { r.id, body, r.attempt, r.deadline, r.reply_to, beginning(r.prompt), r.suspect }
+  local waited = math.max(NOW - r.queued_at, 0)
+  answer[#answer + 1] = { r.id, body, r.attempt, r.deadline, r.reply_to, beginning(r.prompt), r.suspect, waited }
   tokens = tokens + r.cost
   return true
 end

@@ -2,7 +2,7 @@
 -- Ends the leases of members whose processes have ended. What workers held is taken back now, as when a lease expires;
 -- the scheduler removes seats and readers of the table when it looks next.
 -- ARGV: limits, then ids of members: workers, seats, readers of the table
--- Returns how many such members there were.
+-- Returns how many such members there were, and what became of requests (see life.lua).
 local ended = 0
 for i = 2, #ARGV do
   local member = ARGV[i]
@@ -17,4 +17,4 @@ for i = 2, #ARGV do
 end
 rebalance_undone()
 if ended > 0 then wake() end
-return ended
+return { ended, fates }

@@ -138,6 +138,12 @@ local function remove_worker(worker)
   return redis.call('ZREM', P .. 'workers', worker) == 1
 end
 
+local fates = {} -- what became of requests, for their lines in a log: outcome, id, attempt, worker, over and over
+
+local function note_fate(outcome, r, attempt, worker)
+  for _, value in ipairs({ outcome, r.id, attempt, worker }) do fates[#fates + 1] = value end
+end
+
 -- Ends the running attempt of r, which is lost. Returns 'lost' or, over the cap of failures, 'dead'. A request that
 -- kills its workers dies at the same token each time: it is stuck. The smaller cap on stuck attempts spares requests
 -- that ran with it, which got further between the same failures. Scores of a prompt do not count as tokens: a prompt
@@ -154,12 +160,14 @@ local function lose(r, reason, failures)
     bury(r, reason)
     send_end(r, 'error', C.exhausted)
     conclude(r, 0)
+    note_fate('dead', r, r.attempt - 1, r.holder)
     return 'dead'
   end
   set(r, 'state', 'lost', 'attempt', r.attempt, 'failures', r.failures, 'stuck', r.stuck,
     'holder', '', 'streamed', '', 'suspect', r.suspect)
   redis.call('ZADD', P .. 'leases', NOW + C.lost_ms, r.id)
   send_lost(r, reason)
+  note_fate('lost', r, r.attempt - 1, r.holder)
   return 'lost'
 end
 

@@ -231,7 +231,7 @@ class World:
         await self.kill(worker)
         notices = DeathNotices(self.redis, self.keys, LIMITS)
         notices._scripts._scripts = self._scripts
-        ended = await notices._scripts.run("death_notice", worker.name)
+        ended, _ = await notices._scripts.run("death_notice", worker.name)
         await self._observe("death_notice", [worker.name], ended)
 
     # What a gateway does

@@ -22,7 +22,10 @@ async def answers_once_experts_come(client: Client, worker: RunningWorker) -> No
     await complete(streams, 5)
 
 
-async def test_what_streams_goes_on_at_a_worker_that_has_experts(deployment: Deployment, client: Client) -> None:
+async def test_what_streams_goes_on_at_a_worker_that_has_experts(
+    deployment: Deployment, client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="services.attention")
     first = deployment.worker(engine=SteppingEngine(step_s=0.01))
     streams = await client.submit(*PROMPTS, max_tokens=400)
     for stream in streams:
@@ -35,6 +38,10 @@ async def test_what_streams_goes_on_at_a_worker_that_has_experts(deployment: Dep
     await complete(streams, 400)
     assert [[lost.reason for lost in stream.lost] for stream in streams] == [["experts unavailable"]] * len(streams)
     assert len(second.engine.added) == len(streams)
+    given_up = [vars(each) for each in caplog.records if each.getMessage().startswith("gave an attempt up")]
+    assert sorted((line["sequence"], line["attempt"]) for line in given_up) == sorted(
+        (s.request.id, 1) for s in streams
+    )
 
 
 @pytest.mark.parametrize("deployment", [{"max_attempts": 1}], indirect=True)

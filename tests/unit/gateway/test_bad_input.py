@@ -214,7 +214,7 @@ async def test_unknown_paths_and_methods_have_openai_errors(gateway):
 
 @pytest.mark.parametrize(
     ("given", "shown"),
-    [("abc-1.2:3_x", "abc-1.2:3_x"), ("a b\x80<script>", "abscript"), ("y" * 300, "y" * 128)],
+    [("abc-1.2:3_x", "abc-1.2:3_x"), ("a b\x80<script>", "abscript"), ("y" * 300, "y" * 64)],
 )
 async def test_request_ids_are_echoed_without_what_is_unsafe(gateway, given, shown):
     answer = await gateway.http.get("/health", headers=[(b"x-request-id", given.encode("latin-1"))])

@@ -58,8 +58,16 @@ def test_nothing_that_a_client_sends_makes_a_line_of_its_own_or_reaches_the_term
     forged = "/a\n12:00:00 ERROR gateway  forged\r\x1b[31m\x9b2J\u202eé 你"
     logging.getLogger("x").info("asked for %s", forged, extra={"path": forged})
     shown = "/a\\n12:00:00 ERROR gateway  forged\\r\\x1b[31m\\x9b2J\\u202eé 你"
-    assert stream.getvalue().endswith(f"asked for {shown}  path={shown}\n")
+    assert stream.getvalue().endswith(f'asked for {shown}  path="{shown}"\n')
     assert stream.getvalue().count("\n") == 1
+
+
+def test_a_value_cannot_be_taken_for_further_fields() -> None:
+    stream = _configured("gateway", stream=_Terminal())
+    given = {"path": "/a  request_id=slow-1", "why": 'no "x\\', "model": "tiny-1.0:b", "empty": "", "ms": 1.5}
+    logging.getLogger("x").info("request", extra=given)
+    fields = r"""path="/a  request_id=slow-1"  why="no \"x\\"  model=tiny-1.0:b  empty=""  ms=1.5"""
+    assert stream.getvalue().endswith(f"request  {fields}\n")
 
 
 def test_json_logs_escape_what_steers_a_terminal() -> None:
@@ -83,7 +91,7 @@ def test_a_traceback_keeps_its_lines_as_text_and_stays_on_its_line_as_json() -> 
     stream = _configured(stream=_Terminal())
     _fail()
     head, *trace = stream.getvalue().splitlines()
-    assert head.endswith("failed  path=/a\\n")
+    assert head.endswith('failed  path="/a\\n"')
     assert trace[-1] == "ValueError: why \\x1b[31m"
     stream = _configured()
     _fail()
