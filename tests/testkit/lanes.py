@@ -61,7 +61,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """Says for which files a commit's run was long; pytest shows no header with -q."""
     if config.getoption("lane") == "commit":
-        names = [name for name in _test_files() if not _has_passed(name)]
+        ignored = [os.path.relpath(path, ROOT) for path in config.getoption("ignore") or ()]
+        names = [name for name in _test_files() if not _has_passed(name) and not any(below(name, at) for at in ignored)]
         more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
         said = f"lane: {len(names)} files of tests follow something that has changed since they passed"
         terminalreporter.line(f"{said}: {' '.join(names[:SHOWN])}{more}" if names else said)

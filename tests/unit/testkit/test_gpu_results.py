@@ -106,7 +106,8 @@ def test_a_run_of_nothing_is_not_recorded(tmp_path: Path) -> None:
     out = tmp_path / "record.json"
     command = [sys.executable, "-m", "testkit.gpu.results", "--commit", "none", "--out", str(out)]
     command += ["--lane=all", "-p", "no:cacheprovider", "-k", "memory"]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    paths = os.pathsep.join(str(ROOT / path) for path in ("", "kernels", "tests"))
+    environment = {**os.environ, "PYTHONPATH": paths, "TRITON_INTERPRET": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
     assert "nothing ran, so nothing is recorded: {'on a GPU: " in done.stderr, done.stdout
     assert done.returncode != 0

@@ -86,6 +86,7 @@ def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Path:
         "often/test_often.py": "def test_often(): pass",
         "test_slow.py": "import kernels.table.read, pathlib\npathlib.Path('imported').touch()\ndef test_slow(): pass",
         "constraints.txt": "torch==2",
+        ".gitignore": "__pycache__",
         "lanes.toml": TABLE,
     }.items():
         (pytester.path / name).parent.mkdir(parents=True, exist_ok=True)
