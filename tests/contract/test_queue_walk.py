@@ -4,6 +4,7 @@ request still ends exactly once with its whole text, and no counter leaks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -30,15 +31,19 @@ async def begin(bench, seed: int) -> World:
     return world
 
 
+async def walk(world: World, steps: int, actions: Sequence[str]) -> None:
+    for step in range(steps):
+        await world.act(world.draw.choice(actions))
+        if step % 4 == 0:
+            await check(world.bench)
+    await finish(world)
+
+
 @pytest.mark.parametrize("queue_limits", [LIMITS])
 @pytest.mark.parametrize("seed", range(2))
 async def test_undisturbed_every_request_finishes(bench, seed):
     world = await begin(bench, seed)
-    for step in range(120):
-        await world.act(world.draw.choice(CALM))
-        if step % 4 == 0:
-            await check(bench)
-    await finish(world)
+    await walk(world, 120, CALM)
     await ended_well(world)
 
 
@@ -46,11 +51,7 @@ async def test_undisturbed_every_request_finishes(bench, seed):
 @pytest.mark.parametrize("seed", range(5))
 async def test_deaths_and_moves_end_every_request_once(bench, seed):
     world = await begin(bench, seed)
-    for step in range(200):
-        await world.act(world.draw.choice(WILD))
-        if step % 4 == 0:
-            await check(bench)
-    await finish(world)
+    await walk(world, 200, WILD)
     await ended_well(world, "gateway died", "refused")
 
 

@@ -53,7 +53,8 @@ def add_options(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    files()  # before anything is imported: what is recorded is what was run, or is found to have changed meanwhile
+    if config.getoption("results") is not None or config.getoption("lane") == "commit":
+        files()  # before anything is imported: what is recorded is what was run, or is found to have changed meanwhile
     if (path := config.getoption("results")) is not None and not _worker(config):
         config.pluginmanager.register(_Results(path))
 
