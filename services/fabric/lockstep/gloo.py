@@ -185,7 +185,8 @@ def guarded(what: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        reason = str(error).splitlines()[0].partition("] ")[2] or str(error).splitlines()[0]
+        first, *_ = str(error).splitlines() or [type(error).__name__]
+        reason = first.partition("] ")[2] or first
         raise LockstepBroken(
             f"The lock-step group failed while {what}: {reason}", hint="All ranks start again; requests are kept."
         ) from error

@@ -68,14 +68,13 @@ class _NcclExchange:
         return {peer: message for peer, message in found.items() if len(message) or not self._exact}
 
     def _post(self, bodies: Mapping[int, Tensor]) -> None:
+        """Begin the exchange, also without a message: after one that some ranks left out, the next one hangs."""
         wire = self._wire
         ranks = range(wire.group.size())  # type: ignore[attr-defined]
         for peer, body in bodies.items():
             wire.traffic.count(wire.control.scope(peer), len(body))
         out = [_room(len(bodies[peer])) if peer in bodies else 0 for peer in ranks]
         come = [_room(self._sizes.get(peer, 0)) for peer in ranks]
-        if not any((*out, *come)):
-            return
         self._kept = torch.zeros(sum(out), dtype=torch.uint8, device=wire.device)
         for peer, part in zip(ranks, self._kept.split_with_sizes(out), strict=True):
             if peer in bodies:
