@@ -15,7 +15,7 @@ POCKET_MODEL = Path(__file__).parents[2] / "examples/pocket-moe/model"
 """Trained on real text. It comes with the repository, not with an installed package."""
 POCKET_NAME = "pocket-moe"
 RANDOM_MODEL = Path(".cache/demo-model")
-_POCKET_PROMPT = "define: lighthouse\n"
+_POCKET_PROMPT = "define: violinist\n"
 _PROMPT = "A lighthouse is"
 _MAX_TOKENS = 60
 
@@ -94,5 +94,5 @@ def invitation(url: str, model: str, prompt: str) -> str:
     body = json.dumps({"model": model, "prompt": prompt, "max_tokens": 40, "temperature": 0, "stream": True})
     return (
         f"Try it yourself:\n\n  curl -N {url}/v1/completions -H 'Content-Type: application/json' -d '{body}'\n\n"
-        f"API at {url}/openapi.json, metrics at {url}/metrics. Ctrl-C stops the server."
+        f"API at {url}/docs, metrics at {url}/metrics. Ctrl-C stops the server."
     )

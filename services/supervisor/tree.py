@@ -205,7 +205,7 @@ class Supervisor:
         page = base_url(settings.host, settings.metrics_port) if settings.metrics_port else url
         asked = settings.api_key is not None or keys_required(settings.auth, settings.host)
         keys = "clients need an API key" if asked else "clients need no API key"
-        return f"the API is described at {url}/openapi.json, metrics are at {page}/metrics; {keys}"
+        return f"the API is described at {url}/docs, metrics are at {page}/metrics; {keys}"
 
     async def _ready(self, url: str) -> None:
         """Return once the gateway is ready; log now and then what is missing."""

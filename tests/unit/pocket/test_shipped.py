@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pocket_moe.measure.samples import load_samples
 from pocket_moe.records import ExpertTrace, Greedy, load_greedy, load_json
+from services.demo.tour import prompt_for
 from services.model.reference import ReferenceModel
 
 MODEL = EXAMPLE / "model"
@@ -88,6 +89,16 @@ def test_the_demo_is_recorded_with_the_prompt_that_the_documents_show() -> None:
     prompt, answer = tokenizer(demo.prompt).input_ids, tokenizer(demo.written).input_ids
     choices = oracle.logits([*prompt, *answer]).argmax(1).tolist()
     assert choices[len(prompt) - 1 :] == [*answer, tokenizer.eos_token_id]
+
+
+def test_the_demo_asks_what_the_model_can_answer_and_the_readme_shows_it() -> None:
+    """Greedy choices have to be what README prints, and an end."""
+    prompt, written = prompt_for(MODEL), "(noun) A musician who plays the violin."
+    assert f"\n{prompt}{written}\n" in (ROOT / "README.md").read_text()
+    tokenizer, oracle = AutoTokenizer.from_pretrained(MODEL), ReferenceModel.load(MODEL)
+    ids, answer = tokenizer(prompt).input_ids, tokenizer(written).input_ids
+    choices = oracle.logits([*ids, *answer]).argmax(1).tolist()
+    assert choices[len(ids) - 1 :] == [*answer, tokenizer.eos_token_id]
 
 
 def in_git(*command: str, stdin: bytes = b"") -> bytes:

@@ -139,7 +139,7 @@ def _perplexity(facts: Facts) -> str:
         "The split is by document (an entry, a chapter or a section of a page): neighbours of a held-out section may",
         "be trained on.",
         *_dropped(facts.manifest),
-        "`lighthouse` always stands in the training split: the demo asks for it.",
+        "`lighthouse` always stands in the training split: this card asks for it.",
     )
     (header, *_, every) = table(record)
     tables = f"{markdown_table([header, every])}\n{markdown_table(table(record, _BY_DOMAIN))}"
