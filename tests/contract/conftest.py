@@ -204,7 +204,7 @@ class Bench:
         return [request.id for request in claimed]
 
 
-@pytest.fixture(scope="session", params=[CHARTED, pytest.param(OLDEST, marks=pytest.mark.night("services/queue/lua"))])
+@pytest.fixture(scope="session", params=[CHARTED, pytest.param(OLDEST, marks=pytest.mark.night("services/queue"))])
 def redis_server(request: pytest.FixtureRequest) -> Iterator[RedisServer]:
     try:
         binary = binary_of(request.param)

@@ -83,6 +83,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Leaves tests out, and notes the others by unit, also those that -k, -m or -x keep from running."""
     whole = config.getoption("lane") == "all"
     taken = [item for item in items if whole or is_of_each_run(item) or not _unit_has_passed(*unit(item))]
+    _refuse_missing(items, _parts(config))
     if (results := config.getoption("results")) is not None and _worker(config) in ("", "gw0"):
         results.parent.mkdir(parents=True, exist_ok=True)
         results.with_suffix(".units").write_text(json.dumps(_noted(config, items, taken)))
@@ -92,11 +93,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = taken
 
 
+def _refuse_missing(items: Sequence[pytest.Item], parts: set[str]) -> None:
+    """Raise UsageError for a test of each run that its file does not have: renamed, it would just not run any more."""
+    ids = {item.nodeid for item in items}
+    whole = {unit(item)[0] for item in items} - parts
+    listed = [each for each in _lanes()["each_run"] if "::" in each and each.partition("::")[0] in whole]
+    if missing := [each for each in listed if each not in ids]:
+        raise pytest.UsageError(f"{LANES.name} has tests in each_run that there are not: {', '.join(missing)}")
+
+
+def _parts(config: pytest.Config) -> set[str]:
+    """Tests that the command line names, and files of which it names some."""
+    return {word for argument in config.args if "::" in argument for word in (argument, argument.partition("::")[0])}
+
+
 def _noted(config: pytest.Config, items: Sequence[pytest.Item], taken: Sequence[pytest.Item]) -> dict[str, Any]:
     """Of each unit of the files that were collected whole: its digest, and the tests of it if all are to run."""
     units: dict[str, dict[str, Any]] = {}
-    parts = {argument.partition("::")[0] for argument in config.args if "::" in argument}
-    kept = set(taken)
+    parts, kept = _parts(config), set(taken)
     for item in items:
         file, key = unit(item)
         if not any(below(file, part) for part in parts):

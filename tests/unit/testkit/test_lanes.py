@@ -116,6 +116,13 @@ def ran(pytester: pytest.Pytester, *words: str) -> set[str]:
     return {line["test"].partition("::test_")[2] for line in lines}
 
 
+def test_a_test_of_each_run_that_is_gone_is_an_error(project: Path, pytester: pytest.Pytester) -> None:
+    """Beside others of its file; where the command line names single tests, those alone are collected."""
+    (project / "lanes.toml").write_text(TABLE.replace("test_of[1]", "test_of[2]"))
+    assert ran(pytester, "--lane=all") == set()
+    assert ran(pytester, "--lane=all", "test_all.py::test_each_time") == {"each_time"}
+
+
 EACH_RUN = {"each_time", "of[1]", "often"}
 BY_IMPORT = {"with_the_table", "of[0]", "refuses"}
 ALL = EACH_RUN | BY_IMPORT | {"at_night", "with_the_plan", "slow"}

@@ -61,9 +61,11 @@ def test_rooms_are_folders_and_those_of_unit() -> None:
     assert found["flow"].skipped == 1
 
 
-@pytest.mark.parametrize(("outcome", "code"), [("passed", 0), ("failed", 1), ("skipped", 1)])
+@pytest.mark.parametrize(
+    ("outcome", "code", "recorded"), [("passed", 0, True), ("failed", 1, True), ("skipped", 1, False)]
+)
 def test_the_exit_code_says_whether_all_is_well(
-    outcome: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    outcome: str, code: int, recorded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     record = tmp_path / "night.json"
     monkeypatch.setattr(results, "RECORD", record)
@@ -77,7 +79,8 @@ def test_the_exit_code_says_whether_all_is_well(
     assert main([str(file), "--record"]) == code
     after = json.loads(record.read_text())
     assert after["rooms"] == {"flow": {"tests": 7}}
-    assert after.get("passed") == (None if code else {here: {lanes.IMPORTS: unit["digest"]}})
+    digest = unit["digest"] if outcome == "passed" else None
+    assert after.get("passed") == ({here: {lanes.IMPORTS: digest}} if recorded else None)
 
 
 @pytest.mark.parametrize(("listed", "pass_"), [([NO_ROOT], True), ([NO_TOOL], False), ([], False)])
