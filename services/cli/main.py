@@ -42,7 +42,7 @@ def _demo(argv: Arguments) -> int:
     from services.demo.tour import run_demo
 
     parser = OptionParser("expertmesh demo", "Serve a small checkpoint, made if need be, and stream a completion.")
-    return run_demo(layer(parse_options(parser, argv, concerned(None))))
+    return run_demo(layer(parse_options(parser, argv, concerned(None), positional=True)))
 
 
 def _version(argv: Arguments) -> int:

@@ -15,6 +15,7 @@ from services.config import OptionParser, Settings, layer, parse_options
 from services.errors import ConfigError, InternalError, error_from_info
 from services.gateway.tokenizer import TextCodec, load_codec, read_tokenizer_config
 from services.messages import AttemptLost, GenerateRequest, TokenEvent
+from services.model.hub import with_checkpoint
 from services.queue.connect import connect
 from services.queue.dead_letters import DeadLetter, DeadLetters
 from services.queue.gateway_side import FIRST_ID, GatewayQueue, Unreadable
@@ -56,6 +57,7 @@ async def _run(given: dict[str, Any], settings: Settings) -> int:
         raise ConfigError(
             "Which queue?", hint="Give the server's Redis with --redis-url; `serve` logs it as it starts."
         )
+    settings = with_checkpoint(settings, weights=False)
     codec = load_codec(settings.model, read_tokenizer_config(settings.model)) if settings.model else None
     redis = connect(settings.redis_url)
     keys, limits = Keys(settings.namespace), QueueLimits.of(settings)

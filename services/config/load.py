@@ -91,19 +91,24 @@ def load_layered(
         ConfigError: a key is unknown, or a value malformed or missing; it names the source, the key and what to write.
     """
     parser = OptionParser(f"expertmesh {role or 'serve'}", f"Run the {TITLES[role]}.")
-    layered = layer(parse_options(parser, sys.argv[1:] if argv is None else argv, concerned(role)), overrides)
+    names = concerned(role)
+    given = parse_options(parser, sys.argv[1:] if argv is None else argv, names, positional="model" in names)
+    layered = layer(given, overrides)
     if role:
         require(layered.settings, role)
     return layered
 
 
-def parse_options(parser: OptionParser, argv: Sequence[str], names: Sequence[str]) -> dict[str, Any]:
+def parse_options(
+    parser: OptionParser, argv: Sequence[str], names: Sequence[str], *, positional: bool = False
+) -> dict[str, Any]:
     """Returns values in ``argv`` of the settings in ``names``, of ``config``, and of the arguments that ``parser`` had.
+    With ``positional`` the model may be given without its option.
 
     Raises:
         ConfigError: an option is unknown, does not belong here, or lacks its value.
     """
-    add_options(parser, names)
+    add_options(parser, names, positional=positional)
     namespace, rest = parser.parse_known_args(argv)
     if rest:
         _refuse_unknown(parser, rest[0])
@@ -252,6 +257,8 @@ def expected(name: str) -> str:
         return "redis://, rediss://, redis+sentinel:// or unix:// and an address"
     if get_origin(kind) is Literal:
         return "one of " + ", ".join(get_args(kind))
+    if name == "api_key":
+        return "8 or more printable ASCII characters without spaces"
     if name == "allowed_origins":
         return "origins such as https://chat.example.org, or *"
     if get_origin(kind) is list:

@@ -67,11 +67,11 @@ def concerned(role: Role | None) -> list[str]:
     return [name for name in Settings.model_fields if role is None or role in roles_of(name)]
 
 
-def add_options(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
+def add_options(parser: argparse.ArgumentParser, names: Sequence[str], *, positional: bool = False) -> None:
     """Adds ``--config`` and one option per setting in ``names``, under the heading of its section. An option that is
-    not given is absent from the namespace."""
+    not given is absent from the namespace. With ``positional`` the model may be given without its option."""
     parser.add_argument("--config", metavar="FILE", help="YAML file of options (EXPERTMESH_CONFIG)")
-    if "model" in names:
+    if positional:
         parser.add_argument(POSITIONAL_MODEL, nargs="?", metavar="MODEL", help="the same as --model MODEL")
     for heading, section in SECTIONS.items():
         mine = [name for name in section.model_fields if name in names]

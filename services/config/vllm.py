@@ -15,6 +15,7 @@ ALIASES: Mapping[str, str] = {
 
 _NO_QUANTISATION = "it is not supported. Serve the float32, bfloat16 or float16 version of the checkpoint."
 _NO_TOOLS = "tool calling is not supported: requests with tools are refused (docs/api.md)."
+_NO_SCHEMAS = "structured output is not supported: requests with response_format are refused."
 _NO_ADAPTERS = "LoRA adapters are not supported. Merge the adapter into the checkpoint."
 _NO_SPECULATION = "speculative decoding is not supported."
 _NO_REASONING = "it is not supported: what a model thinks stays in its answer's text."
@@ -66,7 +67,7 @@ POINTERS: Mapping[str, str] = {
     "tool_call_parser": _NO_TOOLS,
     "reasoning_parser": _NO_REASONING,
     "enable_reasoning": _NO_REASONING,
-    "guided_decoding_backend": "structured output is not supported: requests with response_format are refused.",
+    "guided_decoding_backend": _NO_SCHEMAS,
     "speculative_config": _NO_SPECULATION,
     "speculative_model": _NO_SPECULATION,
     "num_speculative_tokens": _NO_SPECULATION,
@@ -91,6 +92,13 @@ POINTERS: Mapping[str, str] = {
     "disable_log_requests": "say --log-level warning: each request is one line at info.",
     "enable_log_requests": "leave it out. Each request is one line in the log.",
     "disable_log_stats": "leave it out. Statistics are at /metrics alone.",
+    "override_generation_config": "leave it out. Requests say their own sampling parameters.",
+    "structured_outputs_config": _NO_SCHEMAS,
+    "enable_log_outputs": "it is not supported. Answers are never logged.",
+    "disable_uvicorn_access_log": "say --log-level warning: each request is one line at info.",
+    "allowed_methods": "leave it out. All methods of the API are allowed to --allowed-origins.",
+    "allowed_headers": "leave it out. All headers are allowed to --allowed-origins.",
+    "allow_credentials": "leave it out. Clients send a header with their key, never cookies.",
     "response_role": "the role of an answer is always assistant.",
 }
 """Name in vLLM -> what to use here, or that it is not supported."""
@@ -107,5 +115,5 @@ SHORT: Mapping[str, str] = {
 
 def pointer(word: str) -> str | None:
     """Returns what to use instead of ``word``, an option as it was written; None if vLLM has none of that name."""
-    name = SHORT.get(word) or word.removeprefix("--").replace("-", "_")
+    name = SHORT.get(word[:2] if word.startswith("-O") else word) or word.removeprefix("--").replace("-", "_")
     return POINTERS.get(name) or POINTERS.get(name.removeprefix("no_"))

@@ -35,8 +35,8 @@ def run_demo(layered: Layered) -> int:
         changes["log_level"] = "warning"  # the streamed text has the terminal to itself
     effective = settings.model_copy(update=changes)
 
-    async def show(url: str) -> None:
-        await _stream_completion(url, effective.model_name, prompt_for(effective.model))
+    async def show(url: str, key: str | None) -> None:
+        await _stream_completion(url, key, effective.model_name, prompt_for(effective.model))
 
     return serve(effective, on_ready=show)
 
@@ -76,23 +76,25 @@ def _port(settings: Settings) -> int:
         return check_port(settings.host, 0)
 
 
-async def _stream_completion(url: str, model: str, prompt: str) -> None:
+async def _stream_completion(url: str, key: str | None, model: str, prompt: str) -> None:
     from openai import AsyncOpenAI
 
     print(f"\n{prompt}", end="", flush=True)
-    async with AsyncOpenAI(base_url=f"{url}/v1", api_key=os.environ.get("OPENAI_API_KEY", "none")) as client:
+    api_key = key or os.environ.get("OPENAI_API_KEY", "none")
+    async with AsyncOpenAI(base_url=f"{url}/v1", api_key=api_key) as client:
         stream = await client.completions.create(
             model=model, prompt=prompt, max_tokens=_MAX_TOKENS, temperature=0, stream=True
         )
         async for chunk in stream:
             print(chunk.choices[0].text, end="", flush=True)
-    print(f"\n\n{invitation(url, model, prompt)}", flush=True)
+    print(f"\n\n{invitation(url, model, prompt, needs_key=key is not None)}", flush=True)
 
 
-def invitation(url: str, model: str, prompt: str) -> str:
+def invitation(url: str, model: str, prompt: str, *, needs_key: bool = False) -> str:
     """Returns the text that says how to go on by hand."""
     body = json.dumps({"model": model, "prompt": prompt, "max_tokens": 40, "temperature": 0, "stream": True})
+    key = " -H 'Authorization: Bearer KEY'" if needs_key else ""
     return (
-        f"Try it yourself:\n\n  curl -N {url}/v1/completions -H 'Content-Type: application/json' -d '{body}'\n\n"
+        f"Try it yourself:\n\n  curl -N {url}/v1/completions{key} -H 'Content-Type: application/json' -d '{body}'\n\n"
         f"API at {url}/docs, metrics at {url}/metrics. Ctrl-C stops the server."
     )

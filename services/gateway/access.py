@@ -75,7 +75,7 @@ def _of_job(job: Job) -> Fields:
     return {
         "prompt_tokens": sum(len(choice.prompt) for choice in choices[:: job.n]),
         "completion_tokens": sum(len(choice.generated) for choice in choices),
-        "queue_ms": max(choice.queued_ms for choice in started) if started else None,
+        "queue_ms": max((choice.queued_ms for choice in started), default=0) or None,  # 0 also of an older worker
         "ttft_ms": None if first_at is None else round((first_at - job.arrived) * 1e3, 1),
         "attempts": max(choice.request.attempt for choice in choices),
         "finish": ",".join(sorted({choice.finish for choice in choices if choice.finish})) or None,

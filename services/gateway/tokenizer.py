@@ -14,6 +14,7 @@ import msgspec
 from tokenizers import Tokenizer, decoders
 
 from services.errors import CheckpointError, InvalidRequest
+from services.model.load_spec import tokenizer_file
 
 _MAX_FILE_BYTES = 256 << 20
 _MAX_IDS = 1 << 21
@@ -166,12 +167,7 @@ def load_codec(model_dir: Path, config: dict[str, object]) -> TextCodec:
     Raises:
         CheckpointError: ``tokenizer.json`` is missing, damaged or too large.
     """
-    path = model_dir / "tokenizer.json"
-    if not path.is_file():
-        raise CheckpointError(
-            f"{path} does not exist.",
-            hint="Save the fast tokenizer with the weights (transformers: AutoTokenizer(...).save_pretrained(DIR)).",
-        )
+    path = tokenizer_file(model_dir)
     if path.stat().st_size > _MAX_FILE_BYTES:
         raise CheckpointError(f"{path} has more than {_MAX_FILE_BYTES:,} bytes.", hint="Download the checkpoint again.")
     with failures_as(lambda error: _unusable(path, f"cannot be read: {error}")):

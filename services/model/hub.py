@@ -92,7 +92,8 @@ def snapshot(wanted: HubName, *, weights: bool = True) -> Path:
         folder = _brought(wanted, (*_SMALL, *_WEIGHTS))
     if not any(folder.glob("*.safetensors")):
         raise CheckpointError(
-            f"{wanted} has no *.safetensors file on the hub.", hint="Choose a version of the model that has them."
+            f"{wanted} has no *.safetensors file, or it could not be fetched.",
+            hint="Choose a version of the model that has them; HF_HUB_OFFLINE keeps them from being fetched.",
         )
     log.info("%s is in %s", wanted, folder)
     return folder
@@ -175,6 +176,11 @@ def _meaning(wanted: HubName, error: Exception) -> CheckpointError | None:
         return CheckpointError(
             f"{wanted} is not, or not wholly, in the hub's cache {constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE is set.",
             hint="Unset it, or give the checkpoint's folder.",
+        )
+    if isinstance(cause, errors.IncompleteSnapshotError):
+        return CheckpointError(
+            f"{wanted} is only in part in the hub's cache {constants.HF_HUB_CACHE}, and the hub gives no more of it.",
+            hint="Try again when the hub can be reached.",
         )
     if isinstance(cause, errors.RevisionNotFoundError):
         return CheckpointError(f"{wanted.name} has no revision {wanted.revision} on the hub.", hint="Check its name.")

@@ -54,3 +54,14 @@ def _fingerprint(spec: ModelSpec, model_dir: Path) -> str:
     del fields["weights"]  # the release before has no such field, and both have to find one fingerprint
     content = json.dumps([fields, weights], sort_keys=True)
     return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
+
+
+def tokenizer_file(model_dir: Path) -> Path:
+    """Return the checkpoint's tokenizer.json. Raises CheckpointError where it is missing."""
+    path = model_dir / "tokenizer.json"
+    if not path.is_file():
+        raise CheckpointError(
+            f"{path} does not exist.",
+            hint="Save the fast tokenizer with the weights (transformers: AutoTokenizer(...).save_pretrained(DIR)).",
+        )
+    return path

@@ -33,13 +33,13 @@ class RunFolder:
         values = settings.model_dump(mode="json") | dict(changes)
         if settings.redis_url_file is not None:  # the process reads the file itself, at each start
             values["redis_url"] = None
-        return self._new_file(f"{name}.yaml", yaml.safe_dump(values, allow_unicode=True))
+        return self.keep(f"{name}.yaml", yaml.safe_dump(values, allow_unicode=True))
 
     def new_secret(self, name: str) -> Path:
         """Return a new file with fresh random text."""
-        return self._new_file(f"{name}.secret", secrets.token_urlsafe(32))
+        return self.keep(f"{name}.secret", secrets.token_urlsafe(32))
 
-    def _new_file(self, name: str, content: str) -> Path:
+    def keep(self, name: str, content: str) -> Path:
         """Create a file that only its owner can read."""
         file = self.path / name
         descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

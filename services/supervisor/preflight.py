@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from services.attention.setup.capacity import Capacity, capacity
 from services.config import Settings
 from services.errors import ConfigError
-from services.model.load_spec import load_spec
+from services.model.load_spec import load_spec, tokenizer_file
 from services.model.names import dense_shapes, expert_shapes
 from services.model.spec import ModelSpec
 from services.model.tensor_entries import tensor_entries
 from services.supervisor.gpus import Gpus, find_gpus
+from services.supervisor.roster import computing
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -63,7 +64,10 @@ def preflight(settings: Settings, find: Callable[[], Gpus] = find_gpus) -> Previ
     room = capacity(
         kv_blocks=blocks, block_size=settings.block_size, asked=settings.max_model_len, max_position=spec.max_position
     )
-    device = _device(settings.device, find())
+    gpus = find()
+    device = _device(settings.device, gpus)
+    _check_gpus(settings, gpus)
+    tokenizer_file(settings.model)
     tensor_entries(settings.model, spec)
     experts = sum(map(math.prod, expert_shapes(spec).values()))
     return Preview(
@@ -112,6 +116,16 @@ def _device(asked: str, gpus: Gpus) -> str:
     if not gpus.names:
         return "cpu"
     return f"{asked} ({gpus.names[int(number)]})" if number.isdigit() else f"cuda ({_together(gpus.names)})"
+
+
+def _check_gpus(settings: Settings, gpus: Gpus) -> None:
+    """Raise ConfigError where workers would get GPUs that are not there: each has one of its own."""
+    workers = sum(map(len, computing(settings).values()))
+    if settings.device == "cuda" and gpus.names and workers > len(gpus.names):
+        raise ConfigError(
+            f"{workers} workers need as many GPUs, and {len(gpus.names)} are here.",
+            hint="Start fewer workers, or say --device auto: then workers share GPUs.",
+        )
 
 
 def _together(names: tuple[str, ...]) -> str:

@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import secrets
+import sys
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -35,12 +36,13 @@ _READY_NOTE_S = 15.0
 _REDIS = "redis"
 _LOOPBACK = "127.0.0.1"
 
-OnReady = Callable[[str], Awaitable[None]]
+OnReady = Callable[[str, str | None], Awaitable[None]]
 log = logging.getLogger(__name__)
 
 
 def serve(settings: Settings, *, on_ready: OnReady | None = None) -> int:
-    """Serve until Ctrl-C or SIGTERM; return the exit code. ``on_ready`` gets the base URL as soon as it answers."""
+    """Serve until Ctrl-C or SIGTERM; return the exit code. ``on_ready`` gets the base URL as soon as it answers, and
+    the API key that clients need, if it is of the settings or was made."""
     configure_logging("serve", settings.log_level, settings.log_format)
     try:
         settings = _with_checkpoint(settings)
@@ -73,6 +75,7 @@ class Supervisor:
     ) -> None:
         self._settings = settings
         self._on_ready = on_ready
+        self._key: str | None = None
         self._modules = modules
         self._preflight = check
         self._preview: Preview | None = None
@@ -127,7 +130,8 @@ class Supervisor:
         workers = [name for name, role in inner.items() if role in COMPUTING]
         for name, role in self._processes().items():
             if role == GATEWAY:
-                changes = common | {"port": port, "metrics_upstreams": upstreams, "api_key": self._api_key()}
+                self._key = self._api_key(folder)
+                changes = common | {"port": port, "metrics_upstreams": upstreams, "api_key": self._key}
             else:
                 changes = common | {"host": _LOOPBACK, "metrics_port": metrics[name]}
             changes = changes | {"process": name}
@@ -139,18 +143,20 @@ class Supervisor:
                 changes = changes | {"rank": self._ranks().index(name)}
             await self._children.start_role(name, role, folder.write(name, self._settings, changes), outlook=outlook)
 
-    def _api_key(self) -> str | None:
+    def _api_key(self, folder: RunFolder) -> str | None:
         """Return the gateway's key: the one that was given, or a new one where other machines can connect and the
-        private Redis, which has just begun, cannot have any."""
+        private Redis, which has just begun, cannot have any. It is shown on a terminal, and else left in a file: logs
+        are kept, and read by others."""
         settings = self._settings
         elsewhere = settings.api_keys_file is not None or settings.redis_url is not None
         if settings.api_key is not None or elsewhere or not keys_required(settings.auth, settings.host):
             return settings.api_key
         key = f"sk-{secrets.token_urlsafe(32)}"
+        shown = key if sys.stderr.isatty() else f"in {folder.keep('api-key', key)}"
         log.warning(
             "clients need an API key, and none is given; this one was made and holds until the server ends: %s "
             "(clients send 'Authorization: Bearer KEY'; choose your own by EXPERTMESH_API_KEY, or --auth off for none)",
-            key,
+            shown,
         )
         return key
 
@@ -197,7 +203,7 @@ class Supervisor:
         print(f"expertmesh serves {self._settings.model_name} at {url}/v1", flush=True)
         log.info("%s", self._pages(url))
         if self._on_ready:
-            await self._on_ready(url)
+            await self._on_ready(url, self._key)
 
     def _pages(self, url: str) -> str:
         """Return where the API is described and metrics are, and whether clients need a key."""

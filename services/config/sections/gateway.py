@@ -23,7 +23,6 @@ class GatewaySettings(BaseModel):
         "an API key that clients may use beside those of the file or of Redis; on loopback, too, they then need one. "
         "The variable keeps it out of the list of processes",
         roles=(GATEWAY,),
-        min_length=8,
     )
     api_keys_file: Path | None = setting(None, "file of hashed API keys (see `expertmesh keys`)", roles=(GATEWAY,))
     allowed_origins: Annotated[list[str], NoDecode] = setting(
@@ -55,6 +54,15 @@ class GatewaySettings(BaseModel):
         ge=0,
         le=600,
     )
+
+    @field_validator("api_key")
+    @classmethod
+    def _can_be_sent(cls, value: str | None) -> str | None:
+        """Takes a key that a header can carry, without the end of line that a file of it has."""
+        key = value and value.strip()
+        if key is not None and not re.fullmatch(r"[\x21-\x7e]{8,}", key):
+            raise ValueError("cannot be sent")
+        return key
 
     @field_validator("allowed_origins", mode="before")
     @classmethod

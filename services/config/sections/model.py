@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, field_validator
 
 from services.config.fields import ATTENTION, COMPUTING, GATEWAY, WITH_MODEL, setting
 
@@ -42,6 +42,13 @@ class ModelSettings(BaseModel):
         """Name of the model in the API."""
         assert self.model is not None, "the role needs no model"
         return self.served_model_name or _name_of(self.model.resolve())
+
+    @field_validator("model", mode="before")
+    @classmethod
+    def _keeps_what_is_a_folder(cls, value: object) -> object:
+        """Makes a path that can only be a folder absolute: Path would drop ./, and the rest may be an id of the hub."""
+        is_folder = isinstance(value, str) and (value.startswith(("./", "../", "~/")) or value.endswith("/"))
+        return Path(str(value)).expanduser().absolute() if is_folder else value
 
 
 def _name_of(folder: Path) -> str:

@@ -16,6 +16,7 @@ from services.config import (
     RENAMED,
     ROLES,
     SECTIONS,
+    OptionParser,
     Settings,
     colocated,
     concerned,
@@ -24,6 +25,7 @@ from services.config import (
     load_settings,
     mask_url,
     option,
+    parse_options,
     require,
     roles_of,
 )
@@ -110,7 +112,18 @@ def test_the_model_may_be_given_without_an_option() -> None:
     assert load_layered(["m"]).origin("model") == "--model"
     assert load_settings(["m", "--redis-url", "redis://h"], role="gateway").model == Path("m")
     assert _refusal("a", "b") == "Unexpected argument 'b'. See `expertmesh serve --help`."
+    assert "model" not in parse_options(OptionParser("queue", "x"), [], ["model"])
+    with pytest.raises(ConfigError, match="Unexpected argument 'm'"):
+        parse_options(OptionParser("queue", "x"), ["m"], ["model"])
     assert _refusal("a", "--model", "b") == "The model is given twice: 'a' and --model b. Leave one of them out."
+
+
+def test_a_path_that_can_only_be_a_folder_is_never_an_id_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    assert load_settings(["org/name"]).model == Path("org/name")
+    for text in ("./org/name", "org/name/"):
+        assert load_settings([text]).model == Path.cwd() / "org/name"
+    assert load_settings(["~/name"]).model == Path("/home/me/name")
 
 
 @pytest.mark.parametrize(
@@ -136,6 +149,7 @@ def test_names_of_vllm_are_taken_where_they_mean_the_same() -> None:
         (["--gpu_memory_utilization=0.9"], "--kv-memory-gib X."),
         (["--enable-lora"], "LoRA adapters are not supported."),
         (["--no-enable-chunked-prefill"], "leave it out."),
+        (["-O3"], "--enforce-eager switches them off."),
     ],
 )
 def test_other_names_of_vllm_say_what_to_use_here(argv: list[str], says: str) -> None:
@@ -159,7 +173,11 @@ def test_an_api_key_is_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     assert settings.api_key == "sk-hidden-from-you"
     assert settings.shown()["api_key"] == "***"
     assert "hidden-from" not in repr(settings)
-    assert "short" not in _refusal("--api-key", "short")
+    for key in ("short", "sk-with a space", "sk-größe-12"):
+        assert key not in _refusal("--api-key", key)
+        assert _refusal("--api-key", key).endswith("expected 8 or more printable ASCII characters without spaces.")
+    monkeypatch.setenv("EXPERTMESH_API_KEY", "sk-from-a-file\n")
+    assert load_settings([]).api_key == "sk-from-a-file"
     with pytest.raises(ConfigError, match="--auth off nobody is asked"):
         require(load_settings(["--auth", "off", "--workers", "1"]), None)
 

@@ -22,7 +22,9 @@ NONE = Gpus(missing="the driver finds no GPU")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_checkpoint(tmp_path_factory.mktemp("model") / "m", "olmoe")
+    made = save_checkpoint(tmp_path_factory.mktemp("model") / "m", "olmoe")
+    (made / "tokenizer.json").write_text("{}")
+    return made
 
 
 def _preflight(folder: Path, gpus: Gpus = NONE, **values: Any) -> Preview:
@@ -46,8 +48,18 @@ def test_what_the_roles_would_refuse_is_refused_at_once(folder: Path, values: di
         _preflight(folder, **values)
 
 
-def test_a_checkpoint_without_weights_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_more_workers_than_gpus_are_refused_unless_they_may_share(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="4 workers need as many GPUs, and 2 are here"):
+        _preflight(folder, TWO, layout="disaggregated", expert_workers=3, device="cuda")
+    for values in ({"device": "auto"}, {"device": "cpu"}, {"expert_workers": 1, "device": "cuda"}):
+        _preflight(folder, TWO, **({"layout": "disaggregated", "expert_workers": 3} | values))
+
+
+def test_a_checkpoint_without_weights_or_a_tokenizer_is_refused(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json does not exist"):
+        _preflight(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"has no \*.safetensors file"):
         _preflight(tmp_path)
 

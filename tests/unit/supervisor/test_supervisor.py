@@ -56,7 +56,7 @@ def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def _supervisor(
-    on_ready: Callable[[str], Awaitable[None]] | None = None, stop_margin_s: float = 5.0, **values: object
+    on_ready: Callable[[str, str | None], Awaitable[None]] | None = None, stop_margin_s: float = 5.0, **values: object
 ) -> Supervisor:
     return Supervisor(
         Settings(**({"model": "m", "port": 0, "drain_timeout": 5.0} | values)),  # type: ignore[arg-type]
@@ -72,7 +72,7 @@ async def _run(during: Callable[[str], Awaitable[None]], **values: Any) -> int:
     """Runs a supervisor until ``during(url)``, called when it is ready, returns."""
     stop = asyncio.Event()
 
-    async def on_ready(url: str) -> None:
+    async def on_ready(url: str, _key: str | None) -> None:
         try:
             await during(url)
         finally:
@@ -315,15 +315,27 @@ async def test_what_cannot_work_here_is_refused_before_anything_starts(home: Pat
     assert not notes_in(home)
 
 
+@pytest.mark.parametrize("terminal", [True, False])
 async def test_a_server_that_others_reach_makes_a_key_where_there_is_none(
-    home: Path, caplog: pytest.LogCaptureFixture
+    home: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, terminal: bool
 ) -> None:
-    assert await _run(_nothing, host="0.0.0.0") == 0
+    """It is shown on a terminal, and stays out of logs that are kept elsewhere."""
+    found: list[str] = []
+
+    async def read_key(_: str) -> None:
+        found.extend(
+            file.read_text() for file in Path(tempfile.gettempdir()).glob(f"expertmesh-serve-{os.getpid()}.*/api-key")
+        )
+
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    assert await _run(read_key, host="0.0.0.0") == 0
     keys = {role: values["api_key"] for role, values in settings_in(home).items()}
     assert keys.pop("gateway").startswith("sk-")
     assert set(keys.values()) == {None}, "others have no use for it"
     [warning] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert settings_in(home)["gateway"]["api_key"] in warning
+    made = settings_in(home)["gateway"]["api_key"]
+    assert (made in warning) == terminal
+    assert found == ([] if terminal else [made])
     assert "Authorization: Bearer KEY" in warning
 
 
