@@ -41,8 +41,9 @@ def _demo(argv: Arguments) -> int:
     from services.config import OptionParser, concerned, layer, parse_options
     from services.demo.tour import run_demo
 
-    parser = OptionParser("expertmesh demo", "Serve a small checkpoint, made if need be, and stream a completion.")
-    return run_demo(layer(parse_options(parser, argv, concerned(None), positional=True)))
+    about = "Serve a small checkpoint, made if need be, and stream a completion."
+    parser = OptionParser("expertmesh demo", about, epilog="Takes the options of `expertmesh serve`, too.")
+    return run_demo(layer(parse_options(parser, argv, concerned(None), positional=True, common=())))
 
 
 def _version(argv: Arguments) -> int:

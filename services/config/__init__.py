@@ -9,7 +9,7 @@ from services.config.options import OptionParser, concerned
 from services.config.renamed import RENAMED
 from services.config.rules import check_bounds, colocated, require
 from services.config.sections import NetworkSettings, QueueSettings
-from services.config.settings import ENV_PREFIX, SECTIONS, Settings, is_hidden, mask_url, roles_of
+from services.config.settings import ENV_PREFIX, TOPICS, Settings, is_hidden, mask_url, roles_of
 
 __all__ = [
     "ATTENTION",
@@ -20,7 +20,7 @@ __all__ = [
     "RENAMED",
     "ROLES",
     "SCHEDULER",
-    "SECTIONS",
+    "TOPICS",
     "WORKERS",
     "Layered",
     "NetworkSettings",

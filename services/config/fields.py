@@ -20,12 +20,22 @@ WITH_MODEL: tuple[Role, ...] = (GATEWAY, ATTENTION, EXPERTS)
 COMPUTING: tuple[Role, ...] = (ATTENTION, EXPERTS)
 
 
-def setting(default: Any, summary: str, *, roles: tuple[Role, ...] = ROLES, hidden: bool = False, **bounds: Any) -> Any:
+def setting(
+    default: Any,
+    summary: str,
+    *,
+    roles: tuple[Role, ...] = ROLES,
+    common: bool = False,
+    hidden: bool = False,
+    **bounds: Any,
+) -> Any:
     """Returns a field with its help and the roles that read it; ``bounds`` are pydantic's ge, gt, le, lt, pattern ...
 
-    ``hidden``: the supervisor, the chart or tests set it; help and tables omit it.
+    ``common``: most users need it, so the short help shows it. ``hidden``: the supervisor, the chart or tests set it;
+    help and tables omit it.
     """
-    return Field(default, description=summary, json_schema_extra={"roles": list(roles), "hidden": hidden}, **bounds)
+    facts: dict[str, Any] = {"roles": list(roles), "common": common, "hidden": hidden}
+    return Field(default, description=summary, json_schema_extra=facts, **bounds)
 
 
 def option(name: str) -> str:

@@ -6,7 +6,7 @@ import difflib
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args, get_origin
@@ -20,7 +20,7 @@ from services.config.fields import Role, option
 from services.config.options import POSITIONAL_MODEL, OptionParser, add_options, bare, concerned
 from services.config.renamed import RENAMED
 from services.config.rules import TITLES, require
-from services.config.settings import ENV_PREFIX, Settings, mask_url
+from services.config.settings import ENV_PREFIX, Settings, is_common, mask_url
 from services.config.vllm import pointer
 from services.errors import ConfigError
 
@@ -92,23 +92,30 @@ def load_layered(
     """
     parser = OptionParser(f"expertmesh {role or 'serve'}", f"Run the {TITLES[role]}.")
     names = concerned(role)
-    given = parse_options(parser, sys.argv[1:] if argv is None else argv, names, positional="model" in names)
-    layered = layer(given, overrides)
+    common = [name for name in names if is_common(name)]
+    words = sys.argv[1:] if argv is None else argv
+    layered = layer(parse_options(parser, words, names, positional="model" in names, common=common), overrides)
     if role:
         require(layered.settings, role)
     return layered
 
 
 def parse_options(
-    parser: OptionParser, argv: Sequence[str], names: Sequence[str], *, positional: bool = False
+    parser: OptionParser,
+    argv: Sequence[str],
+    names: Sequence[str],
+    *,
+    positional: bool = False,
+    common: Collection[str] | None = None,
 ) -> dict[str, Any]:
     """Returns values in ``argv`` of the settings in ``names``, of ``config``, and of the arguments that ``parser`` had.
-    With ``positional`` the model may be given without its option.
+    With ``positional`` the model may be given without its option. The short help shows those in ``common``, or all for
+    None.
 
     Raises:
         ConfigError: an option is unknown, does not belong here, or lacks its value.
     """
-    add_options(parser, names, positional=positional)
+    add_options(parser, names, names if common is None else common, positional=positional)
     namespace, rest = parser.parse_known_args(argv)
     if rest:
         _refuse_unknown(parser, rest[0])

@@ -24,29 +24,30 @@ from services.config.sections import (
 )
 
 ENV_PREFIX = "EXPERTMESH_"
-SECTIONS: dict[str, type[BaseModel]] = {
-    "model": ModelSettings,
-    "network": NetworkSettings,
-    "queue": QueueSettings,
-    "engine": EngineSettings,
-    "experts": ExpertSettings,
-    "lockstep": LockstepSettings,
-    "gateway": GatewaySettings,
-    "scaling": ScalingSettings,
-    "process": ProcessSettings,
+_SECTIONS: dict[str, tuple[type[BaseModel], ...]] = {
+    "Model": (ModelSettings,),
+    "Memory and batching": (EngineSettings,),
+    "API and network": (NetworkSettings, GatewaySettings),
+    "Layout and experts": (ExpertSettings, LockstepSettings),
+    "Redis and queue": (QueueSettings,),
+    "Autoscaling": (ScalingSettings,),
+    "Observability": (ProcessSettings,),
 }
-"""Heading in --help -> the settings under it."""
+TOPICS = {
+    topic: tuple(name for section in sections for name in section.model_fields) for topic, sections in _SECTIONS.items()
+}
+"""Heading in --help and `expertmesh config` -> the settings under it."""
 
 
 class Settings(  # pydantic takes the fields of the last base first
     ProcessSettings,
     ScalingSettings,
-    GatewaySettings,
+    QueueSettings,
     LockstepSettings,
     ExpertSettings,
-    EngineSettings,
-    QueueSettings,
+    GatewaySettings,
     NetworkSettings,
+    EngineSettings,
     ModelSettings,
     BaseSettings,
 ):
@@ -104,6 +105,11 @@ def roles_of(name: str) -> tuple[Role, ...]:
 def is_hidden(name: str) -> bool:
     """Returns whether processes hand the setting ``name`` on and users do not set it: help and tables omit it."""
     return bool(_facts(name)["hidden"])
+
+
+def is_common(name: str) -> bool:
+    """Returns whether most users need the setting ``name``: the short help shows it."""
+    return bool(_facts(name)["common"])
 
 
 def _facts(name: str) -> dict[str, Any]:

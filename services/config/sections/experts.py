@@ -17,90 +17,109 @@ class ExpertSettings(BaseModel):
 
     layout: Layout = setting(
         "local",
-        "where the experts are: all in each attention worker; disaggregated, in expert workers; colocated, in a seat "
-        "that each attention worker has of its own; lockstep, spread over attention workers that compute together",
+        "where the experts are. local: all of them in each attention worker; disaggregated: in separate expert "
+        "workers; colocated: in the attention workers, each of which holds a share and computes it for all; lockstep: "
+        "spread over attention workers that run every step together",
+        common=True,
         roles=(SCHEDULER, ATTENTION),
     )
     workers: int = setting(
         1,
-        "attention workers that `serve` or `workers` starts; with lockstep the ranks that compute together, and with "
-        "--autoscale those that are one replica of layouts lockstep and colocated",
+        "number of attention workers that `serve` or `workers` starts; with layout lockstep, the number of ranks. "
+        "With --autoscale on and layout lockstep or colocated, that many workers form one replica",
+        common=True,
         roles=(SCHEDULER, ATTENTION),
         ge=0,
         le=4096,
     )
     expert_workers: int | None = setting(
         None,
-        "expert workers that `serve` or `workers` starts with layout disaggregated (default: 1)",
+        "number of expert workers that `serve` or `workers` starts with layout disaggregated (default: 1)",
+        common=True,
         roles=(SCHEDULER,),
         ge=0,
         le=256,
     )
     expert_groups: int | None = setting(
         None,
-        "shard groups that the experts are split into (default: as many as `serve` starts workers that hold some, "
-        "else 1)",
+        "number of shard groups that the experts are split into; workers that hold the same group are replicas "
+        "(default: the number of workers with experts that `serve` starts, otherwise 1)",
+        common=True,
         roles=(SCHEDULER,),
         ge=1,
         le=4096,
     )
     expert_group: int | None = setting(
-        None, "shard group that this worker holds (default: the scheduler decides)", roles=(EXPERTS,), ge=0
+        None, "shard group that this worker holds (default: the scheduler assigns one)", roles=(EXPERTS,), ge=0
     )
     expert_capacity: int | None = setting(
-        None, "experts of a layer that this worker has memory for (default: all)", roles=(EXPERTS,), ge=1
+        None, "number of experts per layer that this worker has memory for (default: all)", roles=(EXPERTS,), ge=1
     )
     rebalance_after: float = setting(
         60.0,
-        "seconds for which a routing table stands before experts move for the load alone",
+        "seconds since the last change of the routing table before experts are moved only to balance the load",
         roles=(SCHEDULER,),
         gt=0,
         le=86_400,
     )
     experts_timeout: float = setting(
         30.0,
-        "seconds for which a step waits for a shard group without workers, or a rank for the others; after ten times "
-        "as long, and a minute at least, a step counts as stuck",
+        "seconds that a step waits for a shard group that has no workers, or a lockstep rank for the others; a step "
+        "counts as stuck after ten times as long, but at least a minute",
         roles=(ATTENTION,),
         ge=0,
         le=3600,
     )
     exchange_timeout: float = setting(
-        2.0, "seconds for which an exchange waits for an expert worker, then asks a replica", roles=(ATTENTION,), gt=0
+        2.0, "seconds to wait for an expert worker before asking a replica", roles=(ATTENTION,), gt=0
     )
     fabric_port: int = setting(
-        0, "port on which attention workers reach an expert worker; 0 picks one", roles=(EXPERTS,), ge=0, le=65535
+        0,
+        "port on which an expert worker accepts attention workers; 0 picks a free one",
+        roles=(EXPERTS,),
+        ge=0,
+        le=65535,
     )
     fabric_secret_file: Path | None = setting(
-        None, "file with the secret that attention and expert workers share (see `serve`)", roles=COMPUTING
+        None,
+        "file with the secret that attention and expert workers share (default: `serve` makes one for its workers)",
+        common=True,
+        roles=COMPUTING,
     )
     fabric_tls_cert: Path | None = setting(
-        None, "this expert worker's certificate, PEM; connections are then encrypted", roles=(EXPERTS,)
+        None,
+        "PEM file with the certificate of this expert worker; its connections are then encrypted",
+        roles=(EXPERTS,),
     )
-    fabric_tls_key: Path | None = setting(None, "the key of --fabric-tls-cert, PEM", roles=(EXPERTS,))
+    fabric_tls_key: Path | None = setting(None, "PEM file with the private key of --fabric-tls-cert", roles=(EXPERTS,))
     fabric_tls_ca: Path | None = setting(
-        None, "certificates, PEM, of which one has signed each expert worker's --fabric-tls-cert", roles=(ATTENTION,)
+        None,
+        "PEM file with the CA certificates that the certificates of expert workers are verified against",
+        roles=(ATTENTION,),
     )
     fabric_tls_name: str | None = setting(
         None,
-        "name that expert workers' certificates carry, checked instead of their address",
+        "name to expect in the certificates of expert workers instead of their address",
         roles=(ATTENTION,),
         min_length=1,
     )
     fabric_lane: Literal["auto", "tcp", "nccl"] = setting(
         "auto",
-        "how rows travel: tcp in the connection, nccl between GPUs; auto: nccl where it can",
+        "how tokens travel between attention and expert workers: tcp, nccl (from GPU to GPU), or auto, which uses "
+        "NCCL where it can",
         roles=COMPUTING,
     )
     fabric_shared: Literal["auto", "host", "off"] = setting(
         "auto",
-        "rows of small steps by memory that both workers map: auto between GPUs of one machine, host between CPUs",
+        "send the tokens of small steps through shared memory: auto does so between GPUs of one machine, host between "
+        "processes on its CPUs",
         roles=COMPUTING,
     )
     joint_steps: Literal["off", "auto"] = setting(
         "off",
-        "an experiment: steps of several attention workers that use --fabric-shared run as one where that is measured "
-        "to be faster; experts' weights are read once for all, and low bits of sums may differ by who runs with whom",
+        "experimental: with --fabric-shared, compute steps of several attention workers as one where that measures "
+        "faster, so that the weights of experts are read once for all of them; the low bits of results may then "
+        "depend on which workers ran together",
         roles=(EXPERTS,),
     )
 

@@ -1,4 +1,4 @@
-"""Section: the gateway."""
+"""Section: the gateway, and how processes shut down."""
 
 from __future__ import annotations
 
@@ -13,47 +13,56 @@ from services.config.fields import GATEWAY, setting
 
 
 class GatewaySettings(BaseModel):
-    """API keys, and bounds on what clients may take."""
+    """API keys, bounds on what clients may take, and what open requests get at shutdown."""
 
     auth: Literal["auto", "required", "off"] = setting(
-        "auto", "API keys: auto requires them unless --host is loopback", roles=(GATEWAY,)
+        "auto",
+        "whether clients need an API key; auto requires one unless --host is a loopback address",
+        roles=(GATEWAY,),
     )
     api_key: str | None = setting(
         None,
-        "an API key that clients may use beside those of the file or of Redis; on loopback, too, they then need one. "
-        "The variable keeps it out of the list of processes",
+        "API key that clients may use, in addition to those in --api-keys-file or Redis; clients on loopback then "
+        "need a key as well. Set it as EXPERTMESH_API_KEY to keep it out of the process list",
+        common=True,
         roles=(GATEWAY,),
     )
     api_keys_file: Path | None = setting(None, "file of hashed API keys (see `expertmesh keys`)", roles=(GATEWAY,))
     allowed_origins: Annotated[list[str], NoDecode] = setting(
         [],
-        "origins of web pages that browsers let use the API (CORS), comma-separated, such as https://chat.example.org; "
-        "* is all",
+        "comma-separated origins whose web pages may call the API from a browser (CORS), such as "
+        "https://chat.example.org; * allows all",
         roles=(GATEWAY,),
     )
     answer_memory: int = setting(
         256,
-        "MiB for answers: under way, not read yet by their clients, and (a quarter of it) kept for their "
-        "Idempotency-Keys; over it who holds most gets 429, and its largest answers end",
+        "MiB of memory for answers: in progress, not yet read by their clients, and (at most a quarter of it) kept "
+        "for Idempotency-Keys. When it is full, the tenant that holds the most gets 429, and its largest answers are "
+        "cut off",
         roles=(GATEWAY,),
         ge=1,
         le=1 << 20,
     )
-    max_body_bytes: int = setting(4 * 1024 * 1024, "largest request body, bytes", roles=(GATEWAY,), ge=1024)
+    max_body_bytes: int = setting(
+        4 * 1024 * 1024, "maximum size of a request body, in bytes", roles=(GATEWAY,), ge=1024
+    )
     max_connections: int = setting(
         10_000,
-        "open connections; over it those that are not served make room, then probes alone are answered",
+        "maximum number of open connections; beyond it, connections that are not being served are closed to make "
+        "room, and if there are none, only health checks are answered",
         roles=(GATEWAY,),
         ge=16,
         le=1 << 20,
     )
     drain_delay: float = setting(
         0.0,
-        "seconds after SIGTERM for which requests are still taken, up to thrice as long while they keep coming",
+        "seconds after SIGTERM during which new requests are still accepted; up to three times as long while they "
+        "keep arriving",
         roles=(GATEWAY,),
         ge=0,
         le=600,
     )
+    drain_timeout: float = setting(30.0, "seconds that open requests get to finish at shutdown", ge=0, le=3600)
 
     @field_validator("api_key")
     @classmethod

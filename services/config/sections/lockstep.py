@@ -17,18 +17,26 @@ class LockstepSettings(BaseModel):
     )
     lockstep_address: str | None = setting(
         None,
-        "HOST:PORT on which rank 0 meets the others (set by `serve` and the chart)",
+        "HOST:PORT of rank 0, at which the ranks meet (set by `serve` and the chart)",
         roles=(ATTENTION,),
         hidden=True,
     )
     lockstep_exchange: Literal["auto", "flat", "hierarchical"] = setting(
         "auto",
-        "straight from rank to rank, or between nodes through relays; auto is the latter on several nodes",
+        "how ranks exchange tokens: flat (directly) or hierarchical (through relays between nodes); auto is "
+        "hierarchical if there are several nodes",
         roles=(ATTENTION,),
     )
     expert_slots: int | None = setting(
-        None, "experts of a layer that a rank holds; more than its share makes replicas", roles=(ATTENTION,), ge=1
+        None,
+        "number of experts per layer that a rank holds; more than its share makes replicas (default: its share)",
+        roles=(ATTENTION,),
+        ge=1,
     )
     expert_slices: int = setting(
-        1, "ranks over which each expert is split along its inner width", roles=(ATTENTION,), ge=1, le=256
+        1,
+        "number of ranks that each expert is split over, along its intermediate dimension",
+        roles=(ATTENTION,),
+        ge=1,
+        le=256,
     )

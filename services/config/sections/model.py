@@ -15,26 +15,38 @@ class ModelSettings(BaseModel):
 
     model: Path | None = setting(
         None,
-        "folder of the checkpoint, or ORG/NAME of one on the Hugging Face Hub, which is downloaded into its cache",
+        "checkpoint to serve: a local folder, or a Hugging Face Hub ID (ORG/NAME), which is downloaded to the Hub's "
+        "cache",
+        common=True,
         roles=WITH_MODEL,
     )
     revision: str | None = setting(
-        None, "commit, branch or tag of a model on the hub (default: its main branch)", roles=WITH_MODEL, min_length=1
+        None, "commit, branch or tag of a model on the Hub (default: its main branch)", roles=WITH_MODEL, min_length=1
     )
     served_model_name: str | None = setting(
-        None, "name of the model in the API (default: ORG/NAME, or the folder's name)", roles=WITH_MODEL, min_length=1
+        None,
+        "name of the model in the API (default: the Hub ID, or the folder's name)",
+        common=True,
+        roles=WITH_MODEL,
+        min_length=1,
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
-        "auto", "type of weights and activations; auto is the checkpoint's own", roles=COMPUTING
+        "auto", "data type of weights and activations; auto uses that of the checkpoint", common=True, roles=COMPUTING
     )
     device: str = setting(
         "auto",
-        "torch device, such as cpu or cuda:0; auto takes a GPU if there is one; with auto or cuda `serve` and "
+        "torch device, such as cpu or cuda:0; auto uses a GPU if there is one. With auto or cuda, `serve` and "
         "`workers` give each worker a GPU of its own",
+        common=True,
         roles=COMPUTING,
     )
     max_model_len: int | None = setting(
-        None, "longest prompt plus answer, tokens (default: the model's own)", roles=(GATEWAY, ATTENTION), ge=1
+        None,
+        "maximum length of a prompt plus its output, in tokens (default: the model's limit, or the size of the KV "
+        "cache if that is smaller)",
+        common=True,
+        roles=(GATEWAY, ATTENTION),
+        ge=1,
     )
 
     @property

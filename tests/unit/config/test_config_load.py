@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ from pydantic import ValidationError
 from services.config import (
     RENAMED,
     ROLES,
-    SECTIONS,
+    TOPICS,
     OptionParser,
+    Role,
     Settings,
     colocated,
     concerned,
@@ -29,6 +31,7 @@ from services.config import (
     require,
     roles_of,
 )
+from services.config.settings import is_common
 from services.config.vllm import ALIASES, POINTERS, SHORT
 from services.errors import ConfigError
 
@@ -287,21 +290,60 @@ def test_there_are_no_more_settings_than_a_reader_can_take_in() -> None:
     assert len(seen) <= 73, "a setting that nobody needs is a constant where it is used"
 
 
-def test_every_setting_is_in_one_section() -> None:
-    names = [name for section in SECTIONS.values() for name in section.model_fields]
-    assert names == list(Settings.model_fields)
+def test_every_setting_is_under_one_topic() -> None:
+    assert [name for names in TOPICS.values() for name in names] == list(Settings.model_fields)
 
 
-def test_help_names_every_option_under_its_section_but_what_processes_hand_over(
-    capsys: pytest.CaptureFixture[str],
+@pytest.fixture
+def options_in(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[set[str], list[str]]]:
+    """Settings that a help text has options for, and its headings of topics."""
+
+    def read(*argv: str, role: Role | None = None) -> tuple[set[str], list[str]]:
+        with pytest.raises(SystemExit):
+            load_settings(argv, role=role)
+        lines = capsys.readouterr().out.splitlines()
+        named = {
+            name for name in Settings.model_fields for line in lines if re.match(rf"  {option(name)}( |,|$)", line)
+        }
+        headings = [line.removesuffix(":") for line in lines if re.fullmatch(r"[A-Z].*[^.]:", line)]
+        return named, headings
+
+    return read
+
+
+def test_help_is_short_and_all_of_it_leaves_out_what_processes_hand_over(
+    options_in: Callable[..., tuple[set[str], list[str]]],
 ) -> None:
-    with pytest.raises(SystemExit):
-        load_settings(["--help"])
-    text = capsys.readouterr().out
-    for name in Settings.model_fields:
-        assert (f"{option(name)} " in text) is not is_hidden(name), name
-    headings = [line.removesuffix(":") for line in text.splitlines() if re.fullmatch(r"[a-z]+:", line)]
-    assert [heading for heading in headings if heading != "options"] == list(SECTIONS)
+    seen = {name for name in Settings.model_fields if not is_hidden(name)}
+    assert options_in("--help=all") == (seen, list(TOPICS))
+    common = {name for name in Settings.model_fields if is_common(name)}
+    assert options_in("--help") == options_in("-h") == (common, list(TOPICS))
+    assert 15 <= len(common) <= 25, "as many as a screen or two have room for"
+    assert not any(map(is_hidden, common))
+
+
+@pytest.mark.parametrize("role", [*ROLES, "colocated", "workers"])
+def test_the_short_help_of_a_role_has_its_own_options(
+    role: Role, options_in: Callable[..., tuple[set[str], list[str]]]
+) -> None:
+    mine = set(concerned(role))
+    assert options_in("--help", role=role)[0] == {name for name in mine if is_common(name)}
+    assert options_in("--help=all", role=role)[0] == {name for name in mine if not is_hidden(name)}
+
+
+@pytest.mark.parametrize("word", ["autoscaling", "Autoscaling", "AUTO"])
+def test_help_about_a_topic(word: str, options_in: Callable[..., tuple[set[str], list[str]]]) -> None:
+    assert options_in(f"--help={word}") == (set(TOPICS["Autoscaling"]) - {"pod"}, ["Autoscaling"])
+
+
+@pytest.mark.parametrize("word", ["--max-num-seqs", "max_num_seqs", "num-seqs"])
+def test_help_about_an_option(word: str, options_in: Callable[..., tuple[set[str], list[str]]]) -> None:
+    assert options_in(f"--help={word}") == ({"max_num_seqs"}, ["Memory and batching"])
+
+
+def test_help_about_nothing_that_there_is() -> None:
+    assert _refusal("--help=modle") == "No option of `expertmesh serve` has 'modle' in its name. See --help=all."
+    assert "'supervisor' in its name" in _refusal("--help=supervisor"), "it is not shown anywhere else, either"
 
 
 @pytest.mark.parametrize("name", RENAMED)
