@@ -14,6 +14,7 @@ import pytest
 
 from services.cli import main as cli
 from services.cli.main import COMMANDS, Command, main
+from services.config import TOPICS, Settings, is_hidden
 
 Run = Callable[..., Any]
 HEAVY = ("torch", "transformers", "pydantic", "fastapi", "redis")
@@ -109,8 +110,51 @@ def test_config_shows_values_and_origins(tmp_path: Path, monkeypatch: pytest.Mon
     assert shown["lease"]["from"] == "default"
     table = run(0, "config").out
     assert "hunter2" not in table
-    (row,) = [line for line in table.splitlines() if line.startswith("redis_url ")]
+    (row,) = [line for line in table.splitlines() if line.startswith("  redis_url ")]
     assert row.split() == ["redis_url", "redis://:***@h/0", "EXPERTMESH_REDIS_URL"]
+
+
+def test_config_groups_settings_by_topic(run: Run) -> None:
+    lines = run(0, "config", "--node", "n").out.splitlines()
+    assert [line for line in lines if not line.startswith(" ")] == [f"{topic}:" for topic in TOPICS]
+    shown = {line.split()[0] for line in lines if line.startswith(" ")}
+    hidden = {name for name in Settings.model_fields if is_hidden(name)}
+    assert shown == set(Settings.model_fields) - hidden | {"node"}, "a hidden setting is shown where it is set"
+    every = run(0, "config", "--internal").out.splitlines()
+    assert {line.split()[0] for line in every if line.startswith(" ")} == set(Settings.model_fields)
+
+
+def test_config_shows_what_differs_from_the_defaults(run: Run) -> None:
+    words = ("--changed", "--port", "8000", "--block-size", "32", "--supervisor-pid", "7")
+    rows = [line.split() for line in run(0, "config", *words).out.splitlines()]
+    assert rows == [
+        ["Memory", "and", "batching:"],
+        ["block_size", "32", "--block-size"],
+        ["Observability:"],
+        ["supervisor_pid", "7", "--supervisor-pid"],
+    ]
+    assert list(json.loads(run(0, "config", "--json", *words).out)) == ["block_size", "supervisor_pid"]
+    assert run(0, "config", "--changed").out == "Every setting has its default.\n"
+
+
+def test_config_dims_defaults_in_a_terminal(monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
+    assert "\x1b" not in run(0, "config").out
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    lines = run(0, "config", "--port", "8000").out.splitlines()
+    [port] = [line for line in lines if "  port " in line]
+    [host] = [line for line in lines if "  host " in line]
+    assert "\x1b" not in port
+    assert host.startswith("\x1b[2m")
+
+
+@pytest.mark.parametrize("command", ["demo", "config"])
+def test_commands_that_take_the_options_of_serve_do_not_list_them_again(command: str, run: Run) -> None:
+    text = run(0, command, "--help").out
+    assert "Takes the options of `expertmesh serve`, too." in text
+    assert "--max-num-seqs N" not in text
+    assert len(text.splitlines()) < 30
+    assert "--max-num-seqs N" in run(0, command, "--help=all").out
 
 
 def test_a_reader_that_goes_away_is_no_error() -> None:
