@@ -76,7 +76,9 @@ COMMANDS = {
     "config": Command("show the effective configuration and where each value came from", _from("services.cli.config")),
     "top": Command("show queue, workers, seats and load of a running deployment, live", _from("services.top.__main__")),
     "status": Command("say what of a deployment is up, what is missing and why", _from("services.status.__main__")),
-    "plan": Command("say which way to run a model on so many GPUs, and why", _from("services.planner.plan")),
+    "plan": Command(
+        "recommend a layout for a model and its GPUs, with the command that runs it", _from("services.planner.plan")
+    ),
     "queue": Command("list, show, retry or drop requests that kept failing", _from("services.cli.queue")),
     "redis-acl": Command("print the users that roles may have in Redis", _from("services.cli.redis_acl")),
     "keys": Command("create, list or revoke API keys", _from("services.cli.keys")),

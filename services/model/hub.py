@@ -60,6 +60,26 @@ def with_checkpoint(settings: Settings, *, weights: bool = True) -> Settings:
         CheckpointError: the hub does not give the checkpoint to this user, or cannot be reached.
         UnsupportedModel: its config.json says that it is not one that is supported.
     """
+    wanted = _wanted(settings)
+    if wanted is None:
+        return settings
+    folder = snapshot(wanted, weights=weights)
+    name = settings.served_model_name or wanted.name
+    return settings.model_copy(update={"model": folder, "revision": None, "served_model_name": name})
+
+
+def config_folder(settings: Settings) -> Path | None:
+    """Return a folder with the config.json of the model that ``settings`` name; nothing else is downloaded.
+
+    Raises:
+        ConfigError, CheckpointError: see :func:`with_checkpoint`.
+    """
+    wanted = _wanted(settings)
+    return settings.model if wanted is None else _brought(wanted, _CONFIGS[:1])
+
+
+def _wanted(settings: Settings) -> HubName | None:
+    """Return the model on the hub that ``settings`` name; None if it is a folder. See :func:`with_checkpoint`."""
     model, revision = settings.model, settings.revision
     wanted = None if model is None or model.exists() else hub_name(str(model))
     if wanted is None:
@@ -68,12 +88,10 @@ def with_checkpoint(settings: Settings, *, weights: bool = True) -> Settings:
                 f"--revision {revision} is of a model on the hub, but --model is {model or 'not given'}.",
                 hint="Leave it out, or give --model ORG/NAME.",
             )
-        return settings
+        return None
     if revision is not None and wanted.revision is not None:
         raise ConfigError(f"--model {wanted} and --revision {revision} both name a revision.", hint="Leave one out.")
-    folder = snapshot(wanted._replace(revision=wanted.revision or revision), weights=weights)
-    name = settings.served_model_name or wanted.name
-    return settings.model_copy(update={"model": folder, "revision": None, "served_model_name": name})
+    return wanted._replace(revision=wanted.revision or revision)
 
 
 def snapshot(wanted: HubName, *, weights: bool = True) -> Path:

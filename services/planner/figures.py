@@ -19,15 +19,26 @@ class Kind:
 
 KINDS = {
     "a100": Kind(2.0e12, 312e12, 80e9, 300e9),
+    "b200": Kind(8.0e12, 2250e12, 180e9, 900e9),
     "h100": Kind(3.35e12, 989e12, 80e9, 450e9),
     "h200": Kind(4.8e12, 989e12, 141e9, 450e9),
     "l40s": Kind(0.864e12, 362e12, 48e9, 25e9),
 }
 MEASURED = "h200"
+USED_MEMORY = 0.9
+"""Share of a GPU's memory for weights and KV cache; the rest is for activations, CUDA graphs and kernels."""
+ATTENTION_S, ROW_S = 54e-6, 0.37e-6
+"""What a layer takes beyond its equations, for attention's kernel, norms, sampling and the like: a constant, and a time
+for each row of a GPU. Fitted to the eight decode steps of an H200 in docs/results.md ("An engine step")."""
+STEP_MARGIN = 0.07
+"""Greatest error of the estimates against these eight. See test_plan.py."""
 REACHED_BANDWIDTH = 4.3 / 4.8
 """Share of the peak that a copy on an H200 reaches (kernels/bench/floors.py)."""
 REACHED_FLOPS = 790 / 989
 """Share of the peak that a large product on an H200 reaches (kernels/bench/floors.py)."""
+SHARED_ROWS = 512
+"""The most tokens of a step that go through shared memory (services/attention/setup/remote_link.py). Larger steps go by
+slower ways, which the equations do not have."""
 REACHED_LINK = 295 / 450
 """Share of the peak that rows through shared memory between H200s reach (see LINK_US)."""
 LINK_US = 4.1
@@ -48,46 +59,49 @@ class Assumed:
     inside: Link
     across: Link | None
     lockstep_us: float
-    context: int
     skew: float
-    weight_bits: int
 
     def lines(self) -> list[str]:
         kind = KINDS[self.gpu]
         memory, flops = kind.bandwidth * REACHED_BANDWIDTH / 1e12, kind.flops * REACHED_FLOPS / 1e12
         measured = "measured" if self.gpu == MEASURED else f"an {MEASURED.upper()}'s shares of the datasheet's peaks"
         return [
-            f"These are estimates: {self._margin()}",
-            f"Assumed: {self.gpu} reaches {memory:.2f} TB/s and {flops:.0f} Tflop/s ({measured}; "
-            f"kernels/bench/floors.py); {self._link()}; co-located GPUs that share experts do so by "
-            f"{self._together()}; steps run as CUDA graphs; {self.context} tokens of context; "
-            f"the hottest GPU's experts get {self.skew:g} times the mean.",
+            f"Accuracy: {self._margins()}",
+            f"Assumptions: one {self.gpu} reaches {memory:.2f} TB/s and {flops:.0f} Tflop/s ({measured}; "
+            f"kernels/bench/floors.py); {USED_MEMORY:.0%} of its memory is for weights and KV cache; {self._link()}; "
+            f"colocated GPUs exchange tokens {self._together()}; {self._graphs()}; "
+            f"the experts of the busiest GPU get {self.skew:g} times the mean load.",
         ]
 
-    def _margin(self) -> str:
-        within = (
-            f"within {MARGIN:.0%} of 20 layer times measured on 4 H200 of one node, shared by all, 2 + 2 or "
-            "1 + 3, with Qwen3-30B-A3B's shapes in bfloat16 without a context "
-            "(docs/log/2026-11.md, layer times by mode)"
+    def _margins(self) -> str:
+        untried = ["other splits"] + ([f"the {self.gpu}"] if self.gpu != MEASURED else [])
+        untried += ["several nodes"] if self.across else []
+        return (
+            f"on one H200 within {STEP_MARGIN:.0%} of eight decode steps of Qwen3-30B-A3B and OLMoE, from which the "
+            "share of attention's kernel was drawn (docs/results.md, an engine step); on 4 H200 of one node a layer "
+            f"without it is within {MARGIN:.0%} of 20 measured times, shared by all, 2 + 2 or 1 + 3 "
+            f"(docs/log/2026-11.md, layer times by mode). Not measured: whole steps of several GPUs, "
+            f"{', '.join(untried)}."
         )
-        others = ["other splits"] + ([f"the {self.gpu}"] if self.gpu != MEASURED else [])
-        others += [f"{self.weight_bits}-bit weights"] if self.weight_bits != 16 else []
-        others += ["several nodes"] if self.across else []
-        return f"{within}; nothing was measured of {', '.join(others)}."
+
+    def _graphs(self) -> str:
+        if self.across:
+            return "steps run as CUDA graphs in a node (across nodes they do not, and their launches are left out)"
+        return "steps run as CUDA graphs"
 
     def _together(self) -> str:
         if self.across:
-            layer = f"lock-step over NCCL, {2 * self.lockstep_us:,.0f} us a layer (ADR 7)"
-            return f"{layer}, or by seats that share memory (ADR 13) where they are of one node"
-        return "seats that share memory, too (ADR 13)"
+            layer = f"in lock-step over NCCL, {2 * self.lockstep_us:,.0f} us a layer (ADR 7)"
+            return f"{layer}, or through shared memory (ADR 13) if they are in one node"
+        return "through shared memory, too (ADR 13)"
 
     def _link(self) -> str:
-        inside = f"rows go through shared memory in {_figures(self.inside)} (ADR 5), a call for each attention worker"
+        inside = f"tokens go to experts through shared memory in {_figures(self.inside)} (ADR 5)"
         if self.across:
-            across = f"rows cross nodes in {_figures(self.across)} (a guess: set --across-us, --across-gb)"
+            across = f"tokens cross nodes in {_figures(self.across)} (a guess: set --across-us, --across-gb)"
             return f"{across}; in a node {inside}"
-        return f"disaggregated, {inside}"
+        return inside
 
 
 def _figures(link: Link) -> str:
-    return f"{link.latency * 1e6:g} us + bytes at {link.bandwidth / 1e9:.0f} GB/s one way"
+    return f"{link.latency * 1e6:g} us plus their bytes at {link.bandwidth / 1e9:.0f} GB/s, one way"

@@ -1,100 +1,91 @@
-"""`expertmesh plan`: which way to run a model on so many GPUs, and why. Reads config.json, no weights; needs no GPU."""
+"""`expertmesh plan`: how to run a model on a number of GPUs: the layout, what to expect, and the command. Reads
+config.json, no weights; needs no GPU.
+"""
 
 from __future__ import annotations
 
 import re
-from argparse import ArgumentTypeError, Namespace
-from collections.abc import Sequence
-from pathlib import Path
+from argparse import SUPPRESS, ArgumentTypeError, Namespace
+from collections.abc import Iterator, Sequence
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.table import Table
+from rich.text import Text
 
-from services.config import OptionParser
+from services.config import OptionParser, Settings, layer, parse_options
 from services.errors import CheckpointError, ConfigError
+from services.model.hub import config_folder
 from services.model.load_spec import load_spec
 from services.model.spec import ModelSpec
-from services.placement import Batch, Gpus, Link, Mode, Shapes, choose_mode, parallel_plan
-from services.placement.planning.exchange_cost import Cost, Nodes, Rows, exchange_cost
-from services.placement.planning.layer_times import ACTIVATION_BYTES
+from services.placement import DoesNotFit, counted, parallel_plan
 from services.planner import trace as plan_trace
-from services.planner.figures import (
-    ACROSS_GB,
-    ACROSS_US,
-    KINDS,
-    LINK_US,
-    LOCKSTEP_US,
-    REACHED_BANDWIDTH,
-    REACHED_FLOPS,
-    REACHED_LINK,
-    Assumed,
-)
+from services.planner.command import command, layout_of
+from services.planner.estimate import Row, between, exchanges, inside, kv_bytes, row, weights
+from services.planner.figures import ACROSS_GB, ACROSS_US, KINDS, LINK_US, LOCKSTEP_US, USED_MEMORY, Assumed
+
+Rows = dict[int, Row | None]
+"""Batch size -> its estimate; None where it does not fit."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints a table and what to run.
+    """Prints a table, the recommended layout, and the command that runs it.
 
     Raises:
-        ConfigError: a figure cannot be, or the weights fit in no way.
+        ConfigError: a figure cannot be, or the model fits in no way.
         CheckpointError: there is no config.json that can be read.
     """
     if any(word.split("=")[0] == "--trace" for word in argv):
         return plan_trace.main(argv)
-    given = _parser().parse_args(argv)
-    spec = load_spec(_folder(Path(given.model)))
-    if not spec.moe_layers:
-        raise ConfigError(f"{given.model} has no experts.", hint="The planner is for Mixture-of-Experts models.")
+    options = parse_options(_parser(), argv, ["model", "revision"], positional=True)
+    given, settings = Namespace(**options), _with_folder(layer(options).settings)
     _check(given)
+    spec = _spec(settings)
+    _check_context(spec, given)
+    rows = _rows(spec, given)
     console = Console()
-    modes = {tokens: _mode(spec, given, tokens) for tokens in given.tokens}
-    console.print(_table(spec, given, modes))
-    for tokens, mode in modes.items():
-        console.print(f"{tokens} tokens a step: {mode.reason}", highlight=False, soft_wrap=True)
-    if given.nodes > 1:
-        for tokens in given.tokens:
-            console.print(_across(spec, given, tokens), highlight=False, soft_wrap=True)
-    console.print(_expertflow(spec, given), highlight=False, soft_wrap=True)
-    for line in _assumed(spec, given).lines():
-        console.print(line, highlight=False, soft_wrap=True)
-    console.print(f"Run: {_command(modes[given.tokens[-1]], given)}", highlight=False, soft_wrap=True)
+    with console.capture() as text:
+        for part in _report(spec, settings, given, rows):
+            console.print(part, highlight=False, soft_wrap=isinstance(part, Text))
+    print(text.get(), end="")  # rich would end with 1 where nobody reads to the end
     return 0
 
 
 def _parser() -> OptionParser:
     parser = OptionParser(
         "expertmesh plan",
-        "Say which way to run a model on so many GPUs, and why. With --trace FILE: replicas and cost for a day of "
-        "load; see `expertmesh plan --trace FILE --help`.",
+        "Recommend how to run a model on a number of GPUs: layout, expected throughput, memory, and the command. With "
+        "--trace FILE: replicas and cost for a day of load; see `expertmesh plan --trace FILE --help`.",
     )
-    parser.add_argument("--model", required=True, metavar="PATH", help="folder of a checkpoint, or its config.json")
-    parser.add_argument("--gpus", required=True, type=int, metavar="N", help="how many, in all")
-    parser.add_argument("--gpu", default="h200", metavar="KIND", help=f"{', '.join(KINDS)} (default: h200)")
-    parser.add_argument("--nodes", default=1, type=int, metavar="N", help="machines that they are on (default: 1)")
-    parser.add_argument("--link-gb", type=float, metavar="X", help="GB/s of one GPU to others of its node (by kind)")
-    parser.add_argument("--link-us", default=LINK_US, type=float, metavar="X", help="its latency (default: 4.1)")
+
+    def number(name: str, default: float, text: str, kind: type = float) -> None:
+        metavar = "N" if kind is int else "X"
+        parser.add_argument(name, default=default, type=kind, metavar=metavar, help=f"{text} (default: {default:g})")
+
+    parser.add_argument("--gpus", required=True, type=int, metavar="N", help="number of GPUs, on all nodes together")
     parser.add_argument(
-        "--lockstep-us",
-        default=LOCKSTEP_US,
-        type=float,
-        metavar="X",
-        help="latency of GPUs of several nodes in lock-step (2500)",
+        "--gpu", default="h200", metavar="KIND", help=f"kind of GPU: {', '.join(KINDS)} (default: h200)"
     )
-    parser.add_argument(
-        "--across-gb", default=ACROSS_GB, type=float, metavar="X", help="GB/s of one GPU to other nodes (50)"
-    )
-    parser.add_argument("--across-us", default=ACROSS_US, type=float, metavar="X", help="its latency (default: 20)")
+    number("--nodes", 1, "number of machines that the GPUs are spread over", int)
     parser.add_argument(
         "--tokens",
         default=[32, 256, 2048],
         type=_list,
         metavar="LIST",
-        help="tokens of a step, of all GPUs (32,256,2048)",
+        help="batch sizes to compare: requests that decode at the same time on all GPUs together, a token each in a "
+        "step (default: 32,256,2048)",
     )
-    parser.add_argument("--context", default=1024, type=int, metavar="N", help="tokens that a token attends to (1024)")
-    parser.add_argument("--skew", default=1.5, type=float, metavar="X", help="hottest over mean expert load (1.5)")
-    parser.add_argument("--weight-bits", default=16, type=int, metavar="N", help="16, 8 or 4 (default: 16)")
-    parser.add_argument("--batches", type=int, metavar="N", help="in-flight batches, ExpertFlow's P (default: --gpus)")
-    parser.add_argument("--block", type=int, metavar="N", help="experts in a block, its E_block (default: one GPU's)")
+    number("--context", 1024, "tokens of context of each request", int)
+    number("--skew", 1.5, "load of the busiest GPU's experts over the mean")
+    parser.add_argument("--link-gb", type=float, metavar="X", help="GB/s between GPUs of a node (default: by --gpu)")
+    number("--link-us", LINK_US, "latency of that link, in microseconds")
+    number("--across-gb", ACROSS_GB, "GB/s between a GPU and those of other nodes")
+    number("--across-us", ACROSS_US, "latency of that link, in microseconds")
+    number("--lockstep-us", LOCKSTEP_US, "latency between GPUs of several nodes in lock-step, in microseconds")
+    parser.add_argument("--batches", type=int, metavar="N", help="show ExpertFlow's plan for P = N batches in flight")
+    parser.add_argument(
+        "--block", type=int, metavar="N", help="show ExpertFlow's plan for blocks of E_block = N experts"
+    )
+    parser.add_argument("--weight-bits", type=int, help=SUPPRESS)
     return parser
 
 
@@ -104,15 +95,28 @@ def _list(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
-def _folder(path: Path) -> Path:
-    path = path.expanduser()
-    if path.is_dir():
-        return path
-    if path.name == "config.json" and path.is_file():
-        return path.parent
-    raise CheckpointError(
-        f"{path} is no folder and no config.json.", hint="Give --model a checkpoint in the hub's layout."
-    )
+def _with_folder(settings: Settings) -> Settings:
+    """Return ``settings`` with the model's folder where they name its config.json."""
+    model = settings.model
+    if model is None:
+        raise ConfigError(
+            "There is no model to plan for.",
+            hint="Give its folder, its config.json, or ORG/NAME of the Hugging Face Hub.",
+        )
+    return settings.model_copy(update={"model": model.parent if model.name == "config.json" else model})
+
+
+def _spec(settings: Settings) -> ModelSpec:
+    folder = config_folder(settings)
+    assert folder is not None, "checked before"
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"{folder} is not a folder.", hint="Give a checkpoint's folder, its config.json, or ORG/NAME of the hub."
+        )
+    spec = load_spec(folder)
+    if not spec.moe_layers:
+        raise ConfigError(f"{settings.model} has no experts.", hint="The planner is for Mixture-of-Experts models.")
+    return spec
 
 
 def _check(given: Namespace) -> None:
@@ -120,131 +124,132 @@ def _check(given: Namespace) -> None:
         raise ConfigError(f"No figures for a GPU called {given.gpu}.", hint=f"Known: {', '.join(KINDS)}.")
     if given.gpus < 1 or given.nodes < 1 or given.gpus % given.nodes:
         raise ConfigError(
-            f"{given.gpus} GPUs cannot be spread evenly over {given.nodes} nodes.", hint="Choose 1 or more of both."
+            f"{counted(given.gpus, 'GPU')} cannot be spread evenly over {counted(given.nodes, 'node')}.",
+            hint="Choose 1 or more of both.",
         )
-    if given.weight_bits not in (4, 8, 16):
-        raise ConfigError(f"Weights of {given.weight_bits} bits are not known.", hint="Choose 16, 8 or 4.")
+    if given.weight_bits not in (None, 16):
+        raise ConfigError(
+            f"The server has no {given.weight_bits}-bit weights: quantised checkpoints are not supported.",
+            hint="Plan without --weight-bits: weights have 16 bits.",
+        )
 
 
-def _mode(spec: ModelSpec, given: Namespace, tokens: int) -> Mode:
-    kind = KINDS[given.gpu]
-    shapes = Shapes(
-        hidden=spec.hidden_size,
-        expert_width=spec.expert_ffn,
-        experts=spec.num_experts,
-        top_k=spec.top_k,
-        layers=len(spec.moe_layers),
-        weight_bytes=given.weight_bits / 8,
-        dense_weights=_dense_weights(spec),
-    )
-    gpus = Gpus(
-        count=given.gpus,
-        bandwidth=kind.bandwidth * REACHED_BANDWIDTH,
-        flops=kind.flops * REACHED_FLOPS,
-        memory=kind.memory,
-    )
-    link = _link(spec, given, tokens)
-    lockstep = Link(bandwidth=link.bandwidth, latency=max(given.lockstep_us / 1e6, link.latency))
-
-    def together(degree: int) -> Link:
-        return _inside(given) if _in_one_node(degree, given) else lockstep
-
-    kv_bytes = 2.0 * spec.kv_size * ACTIVATION_BYTES * given.context
-    return choose_mode(shapes, link, gpus, Batch(tokens=tokens, kv_bytes=kv_bytes, skew=given.skew), together=together)
+def _check_context(spec: ModelSpec, given: Namespace) -> None:
+    if not 1 <= given.context <= spec.max_position:
+        raise ConfigError(f"--context is {given.context}; expected 1 to {spec.max_position:,}, the model's own limit.")
 
 
-def _in_one_node(degree: int, given: Namespace) -> bool:
-    """Return whether every ``degree`` GPUs sharing experts are of one node: they have seats, others lock-step."""
-    return bool(given.gpus // given.nodes % degree == 0)
+def _rows(spec: ModelSpec, given: Namespace) -> Rows:
+    """Return the estimate for each batch size.
 
-
-def _dense_weights(spec: ModelSpec) -> int:
-    """Return the weights of a layer's projections, router and shared expert."""
-    projections = 2 * spec.hidden_size * (spec.q_size + spec.kv_size)
-    return projections + spec.hidden_size * (spec.num_experts + 3 * spec.shared_ffn)
-
-
-def _link(spec: ModelSpec, given: Namespace, tokens: int) -> Link:
-    """Return the link between any two GPUs. Across nodes it has the bandwidth with which the flat exchange would be as
-    fast as the best one."""
-    if given.nodes == 1:
-        return _inside(given)
-    flat, hierarchical = _ways(spec, given, tokens)
-    gain = max(flat.bytes_across / hierarchical.bytes_across, 1.0) if hierarchical.seconds < flat.seconds else 1.0
-    return Link(bandwidth=given.across_gb * 1e9 * gain, latency=given.across_us / 1e6)
-
-
-def _inside(given: Namespace) -> Link:
-    """Return the link between GPUs of one node: memory that seats share, as expert workers do."""
-    gb = KINDS[given.gpu].link * REACHED_LINK / 1e9 if given.link_gb is None else given.link_gb
-    return Link(bandwidth=gb * 1e9, latency=given.link_us / 1e6, joined=False)
-
-
-def _ways(spec: ModelSpec, given: Namespace, tokens: int) -> tuple[Cost, Cost]:
-    """Return the cost of the flat and of the hierarchical exchange, where all GPUs share one copy of the experts."""
-    ranks, inside = given.gpus // given.nodes, _inside(given)
-    nodes = Nodes(
-        count=given.nodes,
-        ranks=ranks,
-        across_latency=given.across_us / 1e6,
-        across_bandwidth=given.across_gb * 1e9 * ranks,
-        inside_latency=inside.latency,
-        inside_bandwidth=inside.bandwidth,
-    )
-    rows = Rows(
-        tokens=max(tokens // given.gpus, 1),
-        row_bytes=spec.hidden_size * ACTIVATION_BYTES,
-        experts=spec.num_experts,
-        top_k=spec.top_k,
-    )
-    return exchange_cost("flat", nodes, rows), exchange_cost("hierarchical", nodes, rows)
-
-
-def _assumed(spec: ModelSpec, given: Namespace) -> Assumed:
-    return Assumed(
-        gpu=given.gpu,
-        inside=_inside(given),
-        across=_link(spec, given, given.tokens[-1]) if given.nodes > 1 else None,
-        lockstep_us=given.lockstep_us,
-        context=given.context,
-        skew=given.skew,
-        weight_bits=given.weight_bits,
+    Raises:
+        DoesNotFit: none of them fits.
+    """
+    rows: Rows = {}
+    for tokens in given.tokens:
+        try:
+            rows[tokens] = row(spec, given, tokens)
+        except DoesNotFit:
+            rows[tokens] = None
+    if any(rows.values()):
+        return rows
+    total, least = 2 * sum(weights(spec)) / 1e9, min(rows)
+    cache = f"{counted(least, 'request')} {least * kv_bytes(spec, given) / 1e9:.1f} GB"
+    raise DoesNotFit(
+        f"{given.gpus} x {given.gpu} cannot hold the model: its weights take {total:.1f} GB in 16 bits, the KV cache "
+        f"of {cache}; of a GPU's {KINDS[given.gpu].memory / 1e9:.0f} GB {USED_MEMORY:.0%} can be used.",
+        hint="Use more or larger GPUs, smaller batches (--tokens), or a shorter --context.",
     )
 
 
-def _table(spec: ModelSpec, given: Namespace, modes: dict[int, Mode]) -> Table:
-    what = f"{spec.num_experts} experts, {spec.top_k} a token, on {given.gpus} x {given.gpu}"
-    table = Table(title=f"{what}: microseconds a layer, estimated", title_justify="left")
-    for column in ("tokens", "co-located", "disaggregated", "in ping-pong"):
+def _report(spec: ModelSpec, settings: Settings, given: Namespace, rows: Rows) -> Iterator[RenderableType]:
+    """Yield the parts of the answer, the most important ones first. Strings are to be wrapped, a Text is not."""
+    best = max(filter(None, rows.values()), key=lambda each: each.tokens_s)
+    yield _title(spec, settings, given)
+    yield _table(given, rows, best)
+    yield _recommended(given, rows, best)
+    yield _memory(given, best)
+    yield "Run:" if given.nodes == 1 else "Run (docs/kubernetes-operations.md says what the cluster needs):"
+    yield Text(f"\n  {command(spec, settings, given, best)}\n")
+    for tokens in given.tokens if given.nodes > 1 else ():
+        yield _across(spec, given, tokens)
+    if given.batches or given.block:
+        yield _expertflow(spec, given)
+    yield from _assumed(spec, given, best).lines()
+
+
+def _title(spec: ModelSpec, settings: Settings, given: Namespace) -> str:
+    count = sum(weights(spec))
+    dtype = "bfloat16" if spec.dtype == "float32" else spec.dtype
+    where = f"{given.gpus} x {given.gpu}" + (f" in {given.nodes} nodes" if given.nodes > 1 else "")
+    return (
+        f"{settings.model} on {where}: {count / 1e9:.3g} billion parameters, {_gb(2 * count)} in {dtype}; "
+        f"{spec.num_experts} experts, {spec.top_k} for each token."
+    )
+
+
+def _table(given: Namespace, rows: Rows, best: Row) -> Table:
+    title = f"Decode, tokens/s (estimated), {given.context:,} tokens of context"
+    table = Table(title=title, title_justify="left")
+    ways = ("local, colocated", "disaggregated", "ping-pong")[: 3 if given.nodes > 1 else 2]
+    for column in ("batch", *ways):
         table.add_column(column, justify="right")
-    table.add_column("run")
-    for tokens, mode in modes.items():
-        times = (mode.colocated_s, mode.disaggregated_s, mode.pingpong_s)
-        table.add_row(str(tokens), *map(_microseconds, times), _name(mode, given))
+    table.add_column("best layout")
+    for tokens, found in rows.items():
+        if found is None:
+            table.add_row(f"{tokens:,}", *["-"] * len(ways), "does not fit")
+            continue
+        rates = ("-" if step == float("inf") else f"{tokens / step:,.0f}" for step in found.step_s[: len(ways)])
+        mark = " *" if found is best else ""
+        table.add_row(f"{tokens:,}", *rates, _name(found, given) + mark, style="bold" if mark else "")
     return table
 
 
-def _microseconds(seconds: float) -> str:
-    return "does not fit" if seconds == float("inf") else f"{seconds * 1e6:.1f}"
+def _name(found: Row, given: Namespace) -> str:
+    mode, layout = found.mode, layout_of(found, given)
+    if layout == "disaggregated":
+        way = "ping-pong" if mode.choice == "pingpong" else layout
+        return f"{way}, {mode.attention} + {mode.experts}"
+    return layout if mode.degree in (1, given.gpus) else f"{layout} by {mode.degree}"
 
 
-def _name(mode: Mode, given: Namespace) -> str:
-    if mode.choice == "colocated":
-        if mode.degree == 1:
-            return "all-in-one" if given.gpus == 1 else "all-in-one on every GPU"
-        return f"co-located by {mode.degree}"
-    way = "in ping-pong" if mode.choice == "pingpong" else "disaggregated"
-    return f"{way}, {mode.attention} + {mode.experts}"
+def _recommended(given: Namespace, rows: Rows, best: Row) -> str:
+    expected = f"{best.tokens_s:,.0f} tokens/s, {best.best_s * 1e3:.1f} ms a token for each request"
+    others = len(rows) > 1
+    return (
+        f"* Recommended for a batch of {best.batch:,}: {_name(best, given)}. Expect {expected}"
+        f"{'; no batch above that fits gives more tokens/s' * others}. {best.mode.reason}"
+        f"{' --tokens N plans for another batch.' * others}"
+    )
+
+
+def _memory(given: Namespace, best: Row) -> str:
+    held, total = best.memory, f"of {KINDS[given.gpu].memory / 1e9:.0f} GB"
+    has = f"has {_gb(held.weights)} of weights and {_gb(held.kv_gib * 2**30)} for the KV cache, {total}"
+    if held.expert_weights:
+        others = given.gpus - best.attention
+        attention = "Each attention GPU" if best.attention > 1 else "The attention GPU"
+        experts = f"each of {others} expert GPUs" if others > 1 else "the expert GPU"
+        gpus = f"{attention} {has}; {experts} has {_gb(held.expert_weights)} of weights."
+    else:
+        gpus = f"{'Each' if given.gpus > 1 else 'The'} GPU {has}."
+    most = counted(held.requests * best.attention, "request")
+    return f"Memory: {gpus} At most {most} of {counted(given.context, 'token')} (--context) fit at a time."
+
+
+def _gb(size: float) -> str:
+    return f"{size / 1e9:.3g} GB"
 
 
 def _across(spec: ModelSpec, given: Namespace, tokens: int) -> str:
-    flat, hierarchical = _ways(spec, given, tokens)
+    flat, hierarchical = exchanges(spec, given, tokens)
     better = "hierarchical" if hierarchical.seconds < flat.seconds else "flat"
     return (
-        f"{tokens} tokens a step across {given.nodes} nodes: an exchange takes {flat.seconds * 1e6:.0f} us flat, "
-        f"{hierarchical.seconds * 1e6:.0f} us hierarchical "
-        f"({hierarchical.bytes_across / max(flat.bytes_across, 1):.0%} of the bytes across, "
-        f"{hierarchical.messages_across / max(flat.messages_across, 1):.0%} of the messages): {better}."
+        f"A batch of {tokens:,} across {given.nodes} nodes: an exchange takes {flat.seconds * 1e6:,.0f} us flat and "
+        f"{hierarchical.seconds * 1e6:,.0f} us hierarchical, with "
+        f"{hierarchical.bytes_across / max(flat.bytes_across, 1):.0%} of the bytes and "
+        f"{hierarchical.messages_across / max(flat.messages_across, 1):.0%} of the messages between nodes: {better} is "
+        "better."
     )
 
 
@@ -256,28 +261,16 @@ def _expertflow(spec: ModelSpec, given: Namespace) -> str:
     kinds = {"data parallelism": plan.data, "expert parallelism": plan.expert, "pipelining": plan.pipeline}
     chosen = ", ".join(name for name, holds in kinds.items() if holds) or "none of the three"
     return (
-        f"ExpertFlow, P = {batches}, D = {given.gpus}, E_block = {block}: {chosen}; {plan.blocks} blocks of experts, "
-        f"at most {plan.blocks_per_device} on a GPU."
+        f"ExpertFlow, P = {batches}, D = {given.gpus}, E_block = {block}: {chosen}; "
+        f"{counted(plan.blocks, 'block')} of experts, at most {plan.blocks_per_device} on a GPU."
     )
 
 
-def _command(mode: Mode, given: Namespace) -> str:
-    model = f"expertmesh serve --model {given.model}"
-    if mode.choice != "colocated":
-        overlap = "on" if mode.choice == "pingpong" else "off"
-        return (
-            f"{mode.attention} x `expertmesh attention --layout disaggregated --overlap {overlap}`, "
-            f"{mode.experts} x `expertmesh experts` (docs/operating.md)"
-        )
-    if mode.degree > 1:
-        here = given.gpus // given.nodes
-        if not _in_one_node(mode.degree, given):
-            copies = f"{given.gpus // mode.degree} times " if mode.degree < given.gpus else ""
-            return (
-                f"{copies}{mode.degree} x `expertmesh attention --layout lockstep --workers {mode.degree} --rank R "
-                "--lockstep-address HOST:PORT` (docs/operating.md)"
-            )
-        groups = f" --expert-groups {mode.degree}" if mode.degree < here else ""  # of as many replicas as copies
-        nodes = f", on each of {given.nodes} nodes" if given.nodes > 1 else ""
-        return f"{model} --layout colocated --workers {here}{groups}{nodes}"
-    return model if given.gpus == 1 else f"`expertmesh attention` on each of {given.gpus} GPUs (docs/operating.md)"
+def _assumed(spec: ModelSpec, given: Namespace, best: Row) -> Assumed:
+    return Assumed(
+        gpu=given.gpu,
+        inside=inside(given),
+        across=between(spec, given, best.batch) if given.nodes > 1 else None,
+        lockstep_us=given.lockstep_us,
+        skew=given.skew,
+    )

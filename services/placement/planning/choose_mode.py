@@ -1,4 +1,4 @@
-"""Attention and experts co-located or disaggregated: which takes less time by :mod:`layer_times`, and why."""
+"""Attention and experts colocated or disaggregated: which takes less time by :mod:`layer_times`, and why."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ Choice = Literal["colocated", "disaggregated", "pingpong"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mode:
-    """Seconds per layer of the three ways, each at its best split, inf where the weights do not fit.
+    """Seconds per layer of the three ways, each at its best split, inf where weights, keys and values do not fit.
 
-    ``degree``: GPUs that share one copy of the experts if co-located; with 1 each has all, and no row crosses a link.
+    ``degree``: GPUs that share one copy of the experts if colocated; with 1 each has all, and no row crosses a link.
     ``attention`` + ``experts``: GPUs if disaggregated, for the faster of these two ways. 0 where nothing fits.
     """
 
@@ -30,35 +30,52 @@ class Mode:
     experts: int
 
 
-def choose_mode(
-    shapes: Shapes, link: Link, gpus: Gpus, batch: Batch, together: Callable[[int], Link] | None = None
-) -> Mode:
-    """Return the fastest of the three by the equations of :mod:`layer_times`; co-located if disaggregated is no faster.
+class DoesNotFit(ConfigError):
+    """The weights, or the keys and values of the batch, fit in no way."""
 
-    ``together``: the link among so many co-located GPUs, a divisor of their count; ``link`` by default.
+
+def choose_mode(
+    shapes: Shapes,
+    link: Link,
+    gpus: Gpus,
+    batch: Batch,
+    *,
+    together: Callable[[int], Link] | None = None,
+    pingpong: bool = True,
+) -> Mode:
+    """Return the fastest of the three by the equations of :mod:`layer_times`; colocated if disaggregated is no faster.
+    No GPU is left without an expert of its own.
+
+    ``together``: the link among so many colocated GPUs, a divisor of their count; ``link`` by default. ``pingpong``:
+    whether steps may be split into two micro-batches.
 
     Raises:
-        ConfigError: the weights fit in no way, or a figure is not above 0.
+        DoesNotFit: no way has the memory.
+        ConfigError: a figure is not above 0.
     """
-    degrees = [degree for degree in range(1, gpus.count + 1) if gpus.count % degree == 0]
+    degrees = [degree for degree in range(1, min(gpus.count, shapes.experts) + 1) if gpus.count % degree == 0]
     links = {degree: together(degree) if together else link for degree in degrees}
     _check(shapes, link, *links.values(), gpus, batch)
     model = LayerTimes(shapes, link, gpus, batch)
     colocated, degree = min((model.colocated(degree, link), degree) for degree, link in links.items())
-    splits = [(min(times := model.disaggregated(attention)), *times, attention) for attention in range(1, gpus.count)]
-    best, disaggregated, pingpong, attention = min(splits, default=(INF, INF, INF, 0))
+    counts = range(max(1, gpus.count - shapes.experts), gpus.count)
+    ways = [(at, whole, halves if pingpong else INF) for at in counts for whole, halves in [model.disaggregated(at)]]
+    splits = [(min(whole, halves), whole, halves, at) for at, whole, halves in ways]
+    best, disaggregated, halved, attention = min(splits, default=(INF, INF, INF, 0))
     if min(colocated, best) == INF:
-        raise ConfigError(
-            f"{gpus.count} GPUs of {gpus.memory / 1e9:.0f} GB cannot hold the model.", hint="Use more, or quantise it."
+        each = f" of {gpus.memory / 1e9:.0f} GB" if gpus.count == 1 else f" of {gpus.memory / 1e9:.0f} GB each"
+        raise DoesNotFit(
+            f"{counted(gpus.count, 'GPU')}{each} cannot hold the model and a batch of {batch.tokens}.",
+            hint="Use more or larger GPUs, or smaller batches.",
         )
-    choice: Choice = "disaggregated" if disaggregated <= pingpong else "pingpong"
+    choice: Choice = "disaggregated" if disaggregated <= halved else "pingpong"
     choice = "colocated" if colocated <= best else choice
     return Mode(
         choice=choice,
         reason=_reason(model, choice, colocated, best, attention, degree),
         colocated_s=colocated,
         disaggregated_s=disaggregated,
-        pingpong_s=pingpong,
+        pingpong_s=halved,
         degree=degree if colocated < INF else 0,
         attention=attention if best < INF else 0,
         experts=gpus.count - attention if best < INF else 0,
@@ -69,24 +86,35 @@ def _reason(model: LayerTimes, choice: Choice, colocated: float, best: float, at
     """Return one sentence that says why."""
     count = model.gpus.count
     if choice != "colocated" and colocated < INF:
-        ways = "in ping-pong" if choice == "pingpong" else "even without ping-pong"
+        way = "Disaggregated, in ping-pong" if choice == "pingpong" else "Disaggregated"
         return (
-            f"Disaggregated, {ways}: a layer takes {best * 1e6:.1f} us on {attention} + {count - attention} GPUs "
-            f"and {colocated * 1e6:.1f} us on the same {count}."
+            f"{way}: a layer takes {best * 1e6:,.1f} us with {attention} + {count - attention} GPUs for attention and "
+            f"experts, and {colocated * 1e6:,.1f} us where all {count} do both."
         )
+    steps = f", with steps of at most {model.link.rows:,.0f} tokens" if model.link.rows < INF else ""
     if colocated == INF:
-        return f"Disaggregated: no GPU of {count} has memory for attention and its share of the experts."
+        return (
+            "Disaggregated: no GPU has memory for attention, its requests' KV cache and its share of the experts"
+            f"{steps}."
+        )
+    if count == 1:
+        return "One GPU does all."
+    share = f"{degree} GPUs share the experts" if degree > 1 else "Every GPU has all experts"
     if best == INF:
-        return f"Co-located: {count} GPUs cannot be split so that the experts fit."
-    share = f"experts shared by {degree} GPUs" if degree > 1 else "all experts on every GPU"
+        return f"{share}: no split into attention GPUs and expert GPUs fits in memory{steps}."
     return (
-        f"Co-located, {share}: a layer takes {colocated * 1e6:.1f} us, disaggregated {best * 1e6:.1f} us, "
-        f"where moving rows there and back takes {model.exchange(attention) * 1e6:.1f} us."
+        f"{share}: a layer takes {colocated * 1e6:,.1f} us, and {best * 1e6:,.1f} us if disaggregated, "
+        f"{model.exchange(attention) * 1e6:,.1f} us of them for moving tokens there and back."
     )
 
 
+def counted(number: int, noun: str) -> str:
+    """Return ``1 GPU``, ``2 GPUs``."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def _figures(*parts: Shapes | Link | Gpus | Batch) -> Iterator[tuple[str, float]]:
-    unchecked = ("kv_bytes", "latency", "joined", "kernels", "dense_weights")
+    unchecked = ("kv_bytes", "latency", "joined", "rows", "kernels", "dense_weights")
     for part in parts:
         yield from ((name, getattr(part, name)) for name in part.__slots__ if name not in unchecked)
 

@@ -2,9 +2,11 @@
 
     T tokens a step, D hidden, I expert width, E experts, K chosen, b bytes a weight, a = 2 bytes an activation,
     W weights of the dense part (projections, router, shared experts), V bytes of keys and values read per token,
+p + q T = attention's own kernel and what a row costs in sampling and the like,
     s = hottest / mean expert load, F, M flops and bytes per second that kernels reach, l one launch, N GPUs
 
-    dense part on n GPUs     A(T, n) = max(2 W T / n + V T / n over F, b W + V T / n over M)     launches  L = 12 l
+    dense part on n GPUs     A(T, n) = p + q T / n + max(2 W T / n + V T / n over F, b W + V T / n over M)
+                             launches  L = 12 l
     one call of the experts  X(T, n) = c + sqrt((6 D I T K s / n over f F)^2 + (3 D I b H / n over M)^2),  c = 3 l
       on n GPUs, T rows in   H = E (1 - (1 - K / E)^T) experts are hit, so that their weights are read
     copies of a row to n     R(n) = n (1 - (1 - 1 / n)^K)            a row goes once to each GPU that has experts of it
@@ -24,8 +26,8 @@ u = 1/2: two seats that serve two senders in the same order hide one's dense par
 in opposite orders both seats wait for it. Which happens is left to chance. The last row is MegaScale-Infer's condition:
 two micro-batches take turns, and each stage either is the one that never waits or is hidden.
 
-Left out: launches by the host (steps are taken to be CUDA graphs), attention's own kernel but for V, memory for keys
-and values, and that disaggregated experts scale without attention.
+Memory is for weights, and on GPUs with attention for the keys and values of their share of the batch. Left out:
+launches by the host (steps are taken to be CUDA graphs), and that disaggregated experts scale without attention.
 """
 
 from __future__ import annotations
@@ -60,12 +62,13 @@ class Shapes:
 class Link:
     """A link between two GPUs: bytes per second that one sends while it receives as many, seconds for an empty message.
 
-    ``joined``: experts take the rows of all senders in one call.
+    ``joined``: experts take the rows of all senders in one call. ``rows``: the most that one GPU sends in a step.
     """
 
     bandwidth: float
     latency: float
     joined: bool = True
+    rows: float = INF
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,12 +78,15 @@ class Kernels:
     ``launch_s``: a kernel with next to no work inside a CUDA graph (route, 1 row: 1.53 us). ``dense``: kernels of the
     dense part. ``call``: kernels of one call of the experts (1 row of Qwen3-30B's: 22.05 us, its bytes 17.56).
     ``grouped``: share of a plain product's flops that grouped products reach (8,192 rows: 449 of 790 Tflop/s).
+    ``attention_s`` and ``row_s``: p and q of the equations; 0 for layers without attention.
     """
 
     launch_s: float = 1.5e-6
     dense: int = 12
     call: int = 3
     grouped: float = 0.57
+    attention_s: float = 0.0
+    row_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,7 +115,7 @@ UNHIDDEN = 0.5
 
 @dataclass(frozen=True, slots=True)
 class LayerTimes:
-    """The equations of the module's docstring, seconds; inf where the weights do not fit.
+    """The equations of the module's docstring, seconds; inf where memory or a link's rows do not suffice.
 
     ``link`` is between attention and disaggregated experts.
     """
@@ -122,11 +128,14 @@ class LayerTimes:
     def colocated(self, degree: int, link: Link) -> float:
         """``degree`` GPUs share one copy of the experts and of the rows, over ``link``."""
         tokens = self.batch.tokens * degree / self.gpus.count
-        if self._expert_bytes() / degree + self._dense_bytes() > self.gpus.memory / self.shapes.layers:
+        held = self._expert_bytes() / degree + self._dense_bytes() + self._kv_bytes(self.gpus.count)
+        if held > self.gpus.memory / self.shapes.layers:
             return INF
         dense = self._dense(tokens, degree)
         if degree == 1:
             return dense + self._launches() + self._call(tokens, 1)
+        if self.batch.tokens / self.gpus.count > link.rows:
+            return INF
         rows = self.batch.skew * tokens * self._copies(degree) * (degree - 1) / degree**2
         moving, waiting = 2 * self._moving(link, rows), 2 * link.latency
         calls = self._calls(link, tokens, degree, degree)
@@ -139,7 +148,9 @@ class LayerTimes:
         micro-batches in ping-pong."""
         experts = self.gpus.count - attention
         memory = self.gpus.memory / self.shapes.layers
-        if self._expert_bytes() / experts > memory or self._dense_bytes() > memory:
+        if self._expert_bytes() / experts > memory or self._dense_bytes() + self._kv_bytes(attention) > memory:
+            return INF, INF
+        if self.batch.tokens / attention > self.link.rows:
             return INF, INF
         return self._one_batch(attention, experts), self._pingpong(attention, experts)
 
@@ -177,7 +188,9 @@ class LayerTimes:
     def _dense(self, tokens: float, count: int) -> float:
         kv = self.batch.kv_bytes * tokens / count
         flops = 2 * self._dense_weights() * tokens / count + kv
-        return max(flops / self.gpus.flops, (self._dense_bytes() + kv) / self.gpus.bandwidth)
+        least = max(flops / self.gpus.flops, (self._dense_bytes() + kv) / self.gpus.bandwidth)
+        kernels = self.gpus.kernels
+        return kernels.attention_s + kernels.row_s * tokens / count + least
 
     def _launches(self) -> float:
         return self.gpus.kernels.dense * self.gpus.kernels.launch_s
@@ -198,6 +211,10 @@ class LayerTimes:
 
     def _dense_bytes(self) -> float:
         return self._dense_weights() * self.shapes.weight_bytes
+
+    def _kv_bytes(self, count: int) -> float:
+        """Return the bytes of a layer's keys and values on each of ``count`` GPUs that share the batch."""
+        return self.batch.kv_bytes * self.batch.tokens / count
 
     def _expert_bytes(self) -> float:
         shapes = self.shapes

@@ -13,7 +13,7 @@ from testkit.processes.hub import hub
 from services.config import Settings
 from services.errors import CheckpointError, ConfigError, UnsupportedModel
 from services.model import hub as module
-from services.model.hub import HubName, hub_name, with_checkpoint
+from services.model.hub import HubName, config_folder, hub_name, with_checkpoint
 
 COMMIT = "0123456789" * 4
 CONFIG = {"model_type": "olmoe", "num_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 1}
@@ -77,6 +77,18 @@ def test_a_checkpoint_comes_into_the_cache_and_keeps_its_id_as_its_name(use: Use
     assert _names(folder) == ["config.json", WEIGHTS, "tokenizer.json"]
     assert (settings.model_name, settings.revision) == ("org/tiny", None)
     assert with_checkpoint(settings) == settings, "roles get the folder"
+
+
+def test_a_plan_takes_the_configuration_alone(use: Use, tmp_path: Path) -> None:
+    with hub("org/tiny", COMMIT, _files()) as url:
+        use(url)
+        folder = config_folder(_settings(revision="main"))
+    assert folder is not None
+    assert _names(folder) == ["config.json"]
+    (tmp_path / "here").mkdir()
+    assert config_folder(_settings("here")) == Path("here")
+    with pytest.raises(ConfigError, match="--revision v1 is of a model on the hub"):
+        config_folder(_settings("here", revision="v1"))
 
 
 def test_what_is_in_the_cache_needs_no_hub(use: Use) -> None:

@@ -1,33 +1,64 @@
-"""`expertmesh plan`: what it says of shapes that leave no choice, and of input that cannot be."""
+"""`expertmesh plan`: the layout that it recommends, its figures, the command, and input that cannot be."""
 
 from __future__ import annotations
 
 import json
 import re
+import shlex
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from testkit.pocket.answers import POCKET
 
+from services.attention.setup.remote_link import SHARED_ROWS as SERVERS_ROWS
 from services.cli.main import main
+from services.config import Settings, load_settings, require
+from services.model.load_spec import load_spec
+from services.planner.estimate import row
+from services.planner.figures import SHARED_ROWS, STEP_MARGIN
+from services.supervisor.gpus import Gpus
+from services.supervisor.preflight import preflight
 
 MODEL = str(POCKET / "model")
+QWEN3_30B = {"hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8} | {
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "vocab_size": 151_936,
+    "max_position_embeddings": 40_960,
+    "tie_word_embeddings": False,
+    "dtype": "bfloat16",
+}
+OLMOE = QWEN3_30B | {
+    "moe_intermediate_size": 1024,
+    "num_experts": 64,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "vocab_size": 50_304,
+}
+
+
+def config_of(folder: Path, shapes: dict[str, Any]) -> Path:
+    config = json.loads((POCKET / "model/config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | shapes))
+    return folder
 
 
 @pytest.fixture
 def big(tmp_path: Path) -> str:
-    """Qwen3-30B-A3B's shapes: 58 GB of experts at 16 bits."""
-    config = json.loads((POCKET / "model/config.json").read_text())
-    shapes = {"hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}
-    attention = {"num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128}
-    (tmp_path / "config.json").write_text(json.dumps(config | shapes | attention))
-    return str(tmp_path / "config.json")
+    """Qwen3-30B-A3B's config.json: 61 GB of weights at 16 bits."""
+    return str(config_of(tmp_path, QWEN3_30B))
 
 
 @pytest.fixture
-def said(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """What `expertmesh plan` says with ``words``; it must end with one of ``codes``."""
+def said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """What `expertmesh plan` says with ``words`` on a wide terminal; it must end with one of ``codes``."""
+    monkeypatch.setenv("COLUMNS", "1000")
 
     def run(*words: str, codes: tuple[int, ...] = (0,)) -> str:
         assert main(["plan", *words]) in codes
@@ -37,83 +68,219 @@ def said(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     return run
 
 
-def test_one_gpu_runs_all_in_one(said: Callable[..., str]) -> None:
+def run_line(text: str) -> list[str]:
+    """The words of the command."""
+    [line] = [line for line in text.splitlines() if line.startswith("  ")]
+    return shlex.split(line)
+
+
+def served(text: str) -> Settings:
+    """What `expertmesh serve` makes of the command, which it must not refuse."""
+    words = run_line(text)
+    assert words[:2] == ["expertmesh", "serve"]
+    settings = load_settings(words[2:])
+    require(settings, None)
+    return settings
+
+
+def table(text: str) -> dict[int, list[str]]:
+    """Batch size -> the other cells of its row."""
+    rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in text.splitlines() if line.startswith("│")]
+    return {int(batch.replace(",", "")): cells for batch, *cells in rows}
+
+
+def test_one_gpu_runs_all(said: Callable[..., str]) -> None:
     text = said("--model", MODEL, "--gpus", "1", "--tokens", "64")
-    assert f"Run: expertmesh serve --model {MODEL}\n" in text
-    assert "none of the three; 1 blocks of experts" in text
+    settings = served(text)
+    assert (settings.model, settings.layout, settings.workers, settings.max_num_seqs) == (Path(MODEL), "local", 1, 64)
+    seen = preflight(settings, lambda: Gpus(names=("H200",)))
+    assert seen.room.kv_tokens >= 64 * 1024
+    assert "One GPU does all." in text
+    assert "The GPU has 0.0219 GB of weights" in text
+    assert "--tokens N" not in text, "there is no other batch"
 
 
-def test_experts_that_fit_no_gpu_are_shared(said: Callable[..., str], big: str) -> None:
-    text = said("--model", big, "--gpus", "2", "--gpu", "l40s", "--tokens", "8", "--link-us", "1")
-    assert "co-located by 2" in text
-    assert f"Run: expertmesh serve --model {big} --layout colocated --workers 2\n" in text
-    nodes = ("--gpus", "2", "--nodes", "2", "--gpu", "l40s", "--tokens", "8", "--link-us", "1", "--across-us", "1")
-    text = said("--model", big, *nodes)
-    assert "2 x `expertmesh attention --layout lockstep --workers 2" in text, "nothing is shared across nodes"
+def test_the_command_is_that_of_the_row_with_the_most_tokens(said: Callable[..., str], big: str) -> None:
+    text = said(big, "--gpus", "4", "--tokens", "32,256,2048,65536")
+    rows = table(text)
+    assert rows.pop(65_536) == ["-", "-", "does not fit"]
+    [best] = [batch for batch, cells in rows.items() if cells[-1].endswith("*")]
+    rates = {batch: [int(cell.replace(",", "")) for cell in cells[:-1] if cell != "-"] for batch, cells in rows.items()}
+    assert max(rates[best]) == max(rate for those in rates.values() for rate in those)
+    for batch, cells in rows.items():
+        assert ("disaggregated" in cells[-1]) == (rates[batch].index(max(rates[batch])) == 1)
+    layout = rows[best][-1].rstrip(" *")
+    assert f"* Recommended for a batch of {best:,}: {layout}. Expect {max(rates[best]):,} tokens/s" in text
+    settings = served(text)
+    assert (settings.layout, settings.workers * settings.max_num_seqs) == ("local", best)
 
 
-def colocated_us(text: str, tokens: int) -> float:
-    [found] = re.findall(rf"│ +{tokens} │ +([0-9.]+) │", text)
-    return float(found)
+@pytest.mark.parametrize(
+    ("words", "layout", "workers", "experts", "groups"),
+    [
+        (("--gpus", "2", "--gpu", "l40s", "--tokens", "8"), "colocated", 2, None, 2),
+        (("--gpus", "4", "--gpu", "l40s", "--tokens", "8", "--link-us", "1"), "colocated", 4, None, 2),
+        (("--gpus", "4", "--tokens", "128"), "disaggregated", 1, 3, 3),
+        (("--gpus", "4", "--tokens", "2048"), "local", 4, None, None),
+    ],
+)
+def test_serve_takes_the_command(
+    said: Callable[..., str],
+    big: str,
+    words: tuple[str, ...],
+    layout: str,
+    workers: int,
+    experts: int | None,
+    groups: int | None,
+) -> None:
+    settings = served(said(big, *words))
+    assert (settings.layout, settings.workers, settings.expert_workers) == (layout, workers, experts)
+    assert settings.expert_groups == groups
+    assert settings.max_num_batched_tokens >= settings.max_num_seqs
+
+
+def test_weights_of_32_bits_are_served_with_the_16_that_are_planned(said: Callable[..., str], tmp_path: Path) -> None:
+    text = said(str(config_of(tmp_path, QWEN3_30B | {"dtype": "float32"})), "--gpus", "1", "--tokens", "8")
+    assert "61.1 GB in bfloat16" in text
+    assert served(text).dtype == "bfloat16"
+
+
+def test_memory_is_what_fits(said: Callable[..., str], big: str) -> None:
+    """98,304 bytes of keys and values for each token, and 16 tokens in a block."""
+    text = said(big, "--gpus", "4", "--tokens", "128", "--context", "1000")
+    assert "The attention GPU has 3.08 GB of weights" in text
+    assert "each of 3 expert GPUs has 19.5 GB of weights." in text, "43 of 128 experts"
+    kv = served(text).kv_memory_gib
+    assert 0.9 * 141e9 - 2**30 < 3.08e9 + kv * 2**30 <= 0.9 * 141e9
+    room = int(kv * 2**30 // (98_304 * 1008))
+    assert f"At most {room:,} requests of 1,000 tokens (--context) fit at a time." in text
+    assert table(said(big, "--gpus", "4", "--tokens", str(4 * room), "--gpu", "l40s", codes=(0, 2))) == {}, "none fits"
+
+
+def test_a_batch_is_as_large_as_the_kv_caches(said: Callable[..., str], big: str) -> None:
+    words = (big, "--gpus", "1", "--context", "4096", "--tokens")
+    [most] = re.findall(r"At most ([0-9]+) requests of 4,096 tokens", said(*words, "1"))
+    assert served(said(*words, most)).max_num_seqs == int(most)
+    assert "cannot hold the model" in said(*words, str(int(most) + 1), codes=(2,))
+
+
+@pytest.mark.parametrize(
+    ("shapes", "measured_ms"),
+    [(QWEN3_30B, {1: 5.03, 32: 16.63, 128: 20.35, 512: 28.2}), (OLMOE, {1: 1.88, 32: 5.01, 128: 6.32, 512: 11.93})],
+    ids=["qwen3-30b", "olmoe"],
+)
+def test_a_step_is_within_the_margin_that_users_see(
+    tmp_path: Path, shapes: dict[str, Any], measured_ms: dict[int, float]
+) -> None:
+    """docs/results.md, an engine step: one H200, prompts of 128 tokens."""
+    spec = load_spec(config_of(tmp_path, shapes))
+    given = Namespace(gpus=1, nodes=1, gpu="h200", context=200, skew=1.5, link_gb=None, link_us=4.1, lockstep_us=2500)
+    for batch, ms in measured_ms.items():
+        assert row(spec, given, batch).best_s * 1e3 == pytest.approx(ms, rel=STEP_MARGIN), batch
+
+
+def test_steps_that_the_server_takes_through_shared_memory_are_as_large_as_in_a_plan(
+    said: Callable[..., str], big: str
+) -> None:
+    assert SHARED_ROWS == SERVERS_ROWS
+    words = (big, "--gpus", "2", "--gpu", "a100", "--context", "16", "--tokens")
+    at_most = table(said(*words, "512,1024"))
+    assert "disaggregated, 1 + 1" in at_most[512][-1] or at_most[512][1] != "-"
+    assert at_most[1024][1] == "-", "one attention GPU, 1,024 tokens"
+
+
+def test_two_micro_batches_are_for_several_nodes(said: Callable[..., str], big: str) -> None:
+    """Between GPUs of one node steps are CUDA graphs, and there are none of two micro-batches."""
+    assert "ping-pong" not in said(big, "--gpus", "16", "--gpu", "l40s", "--tokens", "256")
+    assert "ping-pong, " in said(big, "--gpus", "16", "--gpu", "l40s", "--tokens", "256", "--nodes", "4")
+
+
+def test_across_nodes_it_compares_both_exchanges(said: Callable[..., str], big: str) -> None:
+    words = ("--gpus", "16", "--nodes", "4", "--tokens", "16,65536", "--context", "16")
+    text = said("--model", big, *words)
+    assert "A batch of 16 across 4 nodes" in text
+    assert text.count("25% of the messages") == 2
+    assert "us flat" in text
+    assert "hierarchical is better." in text
+    assert "ExpertFlow" not in text
 
 
 def test_the_estimate_is_of_the_layout_that_is_named(said: Callable[..., str], big: str) -> None:
     """GPUs of one node that share experts have seats, those of several nodes are in lock-step."""
-    words = ("--model", big, "--gpu", "l40s")
-    serve = f"Run: expertmesh serve --model {big} --layout colocated"
-    alone = said(*words, "--gpus", "4", "--tokens", "8")
-    text = said(*words, "--gpus", "8", "--nodes", "2", "--tokens", "16", "--across-us", "50000")
-    assert colocated_us(text, 16) == colocated_us(alone, 8), "no row of a copy leaves its node"
-    assert f"{serve} --workers 4 --expert-groups 2, on each of 2 nodes\n" in text
-    text = said(*words, "--gpus", "4", "--nodes", "2", "--tokens", "16", "--across-us", "50000")
-    assert f"{serve} --workers 2, on each of 2 nodes\n" in text
-    text = said(*words, "--gpus", "2", "--nodes", "2", "--tokens", "8", "--across-us", "1")
-    assert colocated_us(text, 8) > 2 * 2500, "lock-step's latency, there and back"
-    assert "Run: 2 x `expertmesh attention --layout lockstep --workers 2" in text
-    fast = ("--across-us", "1", "--lockstep-us", "1", "--across-gb", "1")
-    text = said(*words, "--gpus", "4", "--nodes", "4", "--tokens", "1", *fast)
-    assert "Run: 2 times 2 x `expertmesh attention --layout lockstep --workers 2" in text
+    words = (big, "--gpu", "l40s")
+    [alone] = table(said(*words, "--gpus", "4", "--tokens", "8")).values()
+    [copies] = table(said(*words, "--gpus", "8", "--nodes", "2", "--tokens", "16", "--across-us", "50000")).values()
+    assert int(copies[0]) == pytest.approx(2 * int(alone[0]), abs=1), "no token of a copy leaves its node"
+    [apart] = table(said(*words, "--gpus", "2", "--nodes", "2", "--tokens", "8", "--across-us", "1")).values()
+    assert apart[-1] == "lockstep *"
+    assert 8 / int(apart[0]) > 48 * 2 * 2500e-6, "lock-step's latency, there and back"
 
 
-def test_across_nodes_it_compares_both_exchanges(said: Callable[..., str], big: str) -> None:
-    words = ("--gpus", "16", "--nodes", "4", "--tokens", "16,65536", "--batches", "32", "--block", "8")
-    text = said("--model", big, *words)
-    assert "16 tokens a step across 4 nodes" in text
-    assert text.count("25% of the messages") == 2
-    assert "us flat" in text
-    assert "hierarchical." in text
+def test_expertflow_is_shown_where_it_is_asked_for(said: Callable[..., str], big: str) -> None:
+    text = said(big, "--gpus", "16", "--batches", "32", "--block", "8")
     assert "P = 32, D = 16, E_block = 8: data parallelism, expert parallelism, pipelining; 16 blocks" in text
+    text = said(MODEL, "--gpus", "1", "--batches", "1")
+    assert "none of the three; 1 block of experts, at most 1 on a GPU." in text
 
 
 def test_it_says_what_it_assumes_and_how_far_off_it_was(said: Callable[..., str], big: str) -> None:
     text = said("--model", big, "--gpus", "4", "--tokens", "32", "--context", "77", "--link-us", "9")
-    assert "microseconds a layer, estimated" in text
-    assert "These are estimates: within 25% of 20 layer times measured on 4 H200 of one node" in text
-    assert "h200 reaches 4.30 TB/s and 790 Tflop/s (measured; kernels/bench/floors.py)" in text
-    assert "shared memory in 9 us + bytes at 295 GB/s one way (ADR 5)" in text
     assert "77 tokens of context" in text
-    assert "by seats that share memory, too" in text
-    assert "nothing was measured of other splits.\n" in text
-    text = said("--model", big, "--gpus", "4", "--gpu", "h100", "--nodes", "2", "--weight-bits", "8")
-    assert "nothing was measured of other splits, the h100, 8-bit weights, several nodes.\n" in text
+    assert "on one H200 within 7% of eight decode steps" in text
+    assert "within 25% of 20 measured times" in text
+    assert "one h200 reaches 4.30 TB/s and 790 Tflop/s (measured; kernels/bench/floors.py)" in text
+    assert "shared memory in 9 us plus their bytes at 295 GB/s, one way (ADR 5)" in text
+    assert "Not measured: whole steps of several GPUs, other splits.\n" in text
+    text = said("--model", big, "--gpus", "4", "--gpu", "h100", "--nodes", "2", "--tokens", "32")
+    assert "Not measured: whole steps of several GPUs, other splits, the h100, several nodes.\n" in text
     assert "a guess: set --across-us, --across-gb" in text
-    assert "by lock-step over NCCL, 5,000 us a layer" in text
+    assert "in lock-step over NCCL, 5,000 us a layer" in text
+
+
+def test_prose_is_wrapped_and_the_command_is_not(
+    said: Callable[..., str], big: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    text = said(big, "--gpus", "4", "--tokens", "128")
+    long = [line for line in text.splitlines() if len(line) > 80]
+    assert [line.split()[0] for line in long] == ["expertmesh"]
+    assert served(text).expert_workers == 3
+
+
+def test_a_model_of_the_hub_keeps_its_id(said: Callable[..., str], big: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Settings] = []
+
+    def fetched(settings: Settings) -> Path:
+        asked.append(settings)
+        return Path(big)
+
+    monkeypatch.setattr("services.planner.plan.config_folder", fetched)
+    text = said("Qwen/Qwen3-30B-A3B", "--revision", "main", "--gpus", "1", "--tokens", "8")
+    assert [str(settings.model) for settings in asked] == ["Qwen/Qwen3-30B-A3B"]
+    settings = served(text)
+    assert (str(settings.model), settings.revision) == ("Qwen/Qwen3-30B-A3B", "main")
+    words = run_line(said("Qwen/Qwen3-30B-A3B", "--gpus", "2", "--nodes", "2", "--tokens", "8"))
+    assert "model.pvc.prefetch.source=hf://Qwen/Qwen3-30B-A3B@main" in words[-1].split(",")
 
 
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (["--gpus", "2"], "required: --model"),
-        (["--model", "/nowhere", "--gpus", "2"], "/nowhere is no folder"),
-        (["--model", MODEL, "--gpus", "3", "--nodes", "2"], "3 GPUs cannot be spread evenly over 2 nodes"),
-        (["--model", MODEL, "--gpus", "0"], "0 GPUs cannot be spread"),
-        (["--model", MODEL, "--gpus", "2", "--gpu", "b9"], "Known: a100, h100, h200, l40s"),
-        (["--model", MODEL, "--gpus", "2", "--tokens", "4,q"], "no list of whole numbers"),
-        (["--model", MODEL, "--gpus", "2", "--tokens", "0"], "tokens = 0"),
-        (["--model", MODEL, "--gpus", "2", "--skew", "-1"], "skew = -1.0"),
-        (["--model", MODEL, "--gpus", "2", "--weight-bits", "7"], "7 bits"),
-        (["--model", MODEL, "--gpus", "2", "--link-gb", "0"], "bandwidth = 0.0"),
-        (["--model", MODEL, "--gpus", "2", "--nodes", "2", "--across-gb", "0"], "across_bandwidth = 0.0"),
+        (["--gpus", "2"], "There is no model to plan for. Give its folder"),
+        (["/nowhere", "--gpus", "2"], "/nowhere is not a folder"),
+        ([MODEL], "required: --gpus"),
+        ([MODEL, "--gpus", "3", "--nodes", "2"], "3 GPUs cannot be spread evenly over 2 nodes"),
+        ([MODEL, "--gpus", "1", "--nodes", "2"], "1 GPU cannot be spread"),
+        ([MODEL, "--gpus", "2", "--gpu", "b9"], "Known: a100, b200, h100, h200, l40s"),
+        ([MODEL, "--gpus", "2", "--tokens", "4,q"], "no list of whole numbers"),
+        ([MODEL, "--gpus", "2", "--tokens", "0"], "tokens = 0"),
+        ([MODEL, "--gpus", "2", "--skew", "-1"], "skew = -1.0"),
+        ([MODEL, "--gpus", "2", "--context", "0"], "--context is 0; expected 1 to 1,024"),
+        ([MODEL, "--gpus", "2", "--context", "1025"], "--context is 1025; expected 1 to 1,024"),
+        ([MODEL, "--gpus", "2", "--weight-bits", "4"], "The server has no 4-bit weights"),
+        ([MODEL, "--gpus", "2", "--quantization", "fp8"], "Serve the float32, bfloat16 or float16 version"),
+        ([MODEL, "--gpus", "2", "--link-gb", "0"], "bandwidth = 0.0"),
+        ([MODEL, "--gpus", "2", "--nodes", "2", "--across-gb", "0"], "across_bandwidth = 0.0"),
     ],
 )
 def test_bad_input(said: Callable[..., str], words: list[str], problem: str) -> None:
@@ -121,6 +288,19 @@ def test_bad_input(said: Callable[..., str], words: list[str], problem: str) -> 
     assert problem in text
 
 
+def test_a_quantised_checkpoint_is_refused(said: Callable[..., str], tmp_path: Path) -> None:
+    folder = config_of(tmp_path, QWEN3_30B | {"quantization_config": {"quant_method": "fp8"}})
+    assert "quantized checkpoints" in said(str(folder), "--gpus", "8", codes=(3,))
+
+
 def test_weights_that_fit_in_no_way(said: Callable[..., str], big: str) -> None:
-    text = said("--model", big, "--gpus", "1", "--gpu", "l40s", codes=(2,))
-    assert "cannot hold the model" in text
+    text = said(big, "--gpus", "1", "--gpu", "l40s", codes=(2,))
+    assert "1 x l40s cannot hold the model: its weights take 61.1 GB in 16 bits" in text
+    assert "the KV cache of 32 requests 3.2 GB" in text
+    assert "of a GPU's 48 GB 90% can be used" in text
+
+
+def test_a_model_has_no_more_groups_than_experts(said: Callable[..., str], tmp_path: Path) -> None:
+    few = config_of(tmp_path, QWEN3_30B | {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 49_152})
+    settings = served(said(str(few), "--gpus", "8", "--tokens", "32"))
+    assert (settings.expert_groups or 1) <= 2
