@@ -58,7 +58,7 @@ def fetch(source: str, folder: Path, digests: Mapping[str, str]) -> None:
     """
     identity = _identity(source, digests)
     if _mark_of(folder) == identity:
-        log.info("%s is there already", source)
+        log.info("%s is already there", source)
         if not (folder / DIGESTS).exists():
             _digest_experts(folder)
         return
@@ -72,7 +72,7 @@ def fetch(source: str, folder: Path, digests: Mapping[str, str]) -> None:
             f"Cannot fetch {source} into {folder}: {error}.",
             hint="The folder has to be writable for this user and large enough for the checkpoint.",
         ) from error
-    log.info("%s is whole", folder)
+    log.info("%s is complete", folder)
 
 
 def _fill(folder: Path, source: str, digests: Mapping[str, str]) -> None:
@@ -84,7 +84,7 @@ def _fill(folder: Path, source: str, digests: Mapping[str, str]) -> None:
     for of_before in (MARK, DIGESTS):
         (folder / of_before).unlink(missing_ok=True)
     for name in before.files if before.revision != origin.revision else set(before.files).difference(coming):
-        log.info("removing %s of %s", name, before.revision)
+        log.info("removing %s, left over from revision %s", name, before.revision)
         (folder / name).unlink(missing_ok=True)
     _replace(folder / RECORD, msgspec.json.encode(_Record(revision=origin.revision, files=coming)))
     origin.bring(folder)
@@ -97,7 +97,7 @@ def _digest_experts(folder: Path) -> None:
     try:
         write_digests(folder)
     except (CheckpointError, OSError) as error:
-        log.warning("no digests of experts' weights: %s", error)
+        log.warning("cannot write the digests of the experts' weights: %s", error)
 
 
 class _Record(msgspec.Struct, frozen=True):
@@ -139,7 +139,7 @@ def _replace(file: Path, content: bytes) -> None:
 def _warn_of_change(source: str, origin: Source) -> None:
     if not origin.fixed:
         log.warning(
-            "%s names no commit, so it may be another checkpoint tomorrow; today it is %s", source, origin.revision
+            "%s is not pinned to a commit, so its contents may change; it is now at %s", source, origin.revision
         )
 
 
@@ -173,7 +173,7 @@ def check(folder: Path, digests: Mapping[str, str]) -> None:
             raise CheckpointError(
                 f"{file} has SHA-256 {found}, not {wanted}.", hint="The source has changed, or was damaged on the way."
             )
-        log.info("%s is as its digest says", name)
+        log.info("%s matches its digest", name)
 
 
 def _parser() -> argparse.ArgumentParser:

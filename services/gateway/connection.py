@@ -155,9 +155,7 @@ class Connection(HttpToolsProtocol):
         elif not self._given_up:  # an answer and Connections both watch the deadline
             self._given_up = True
             if wait is not Wait.CLOSING:  # its reason was noted before
-                self._connections.refusals.note(
-                    f"{wait.value}_late", f"gave up a connection: {wait.value} for too long"
-                )
+                self._connections.refusals.note(f"{wait.value}_late", f"closed a connection: {wait.value} for too long")
             self._inner.abort()
 
     def give_way(self) -> None:
@@ -304,7 +302,7 @@ class Connection(HttpToolsProtocol):
 
     def _upgrade(self) -> None:
         """Refuses to change to another protocol: the request is answered, the rest is not read."""
-        self._connections.refusals.note("upgrade", "refused to upgrade a connection to another protocol")
+        self._connections.refusals.note("upgrade", "refused an upgrade to another protocol")
         self._deaf = True
         self.cycle.keep_alive = False
 

@@ -73,7 +73,7 @@ class RequestContext:
             try:
                 await self._app(scope, receive, send_marked)
             except ClientDisconnect:
-                log.info("client went away before its request was complete")
+                log.info("the client disconnected before its request was complete")
             except Exception:
                 log.exception("request failed")
                 if not status:

@@ -95,7 +95,7 @@ def snapshot(wanted: HubName, *, weights: bool = True) -> Path:
             f"{wanted} has no *.safetensors file, or it could not be fetched.",
             hint="Choose a version of the model that has them; HF_HUB_OFFLINE keeps them from being fetched.",
         )
-    log.info("%s is in %s", wanted, folder)
+    log.info("using %s from %s", wanted, folder)
     return folder
 
 
@@ -138,7 +138,7 @@ def _noted(wanted: HubName) -> Iterator[None]:
 def _note(wanted: HubName, done: threading.Event) -> None:
     """Log now and then, until ``done``, how many bytes of ``wanted`` are in the cache."""
     while not done.wait(_NOTE_EVERY_S):
-        log.info("downloading %s: %.1f GB are there", wanted, _cached_bytes(wanted) / 1e9)
+        log.info("downloading %s: %.1f GB so far", wanted, _cached_bytes(wanted) / 1e9)
 
 
 def _cached_bytes(wanted: HubName) -> int:

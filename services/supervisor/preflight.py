@@ -40,11 +40,11 @@ class Preview:
         each, room = _BYTES[self.dtype], self.room
         fit = room.kv_tokens // room.max_model_len
         return [
-            f"device {self.device}, {self.dtype}: {_count(self.parameters)} parameters, of which "
-            f"{_count(self.expert_parameters)} are experts' ({_size(self.parameters * each)} of weights)",
-            f"KV cache of an attention worker: {_size(self.kv_bytes)}, {room.kv_tokens:,} tokens; up to "
-            f"{self.max_num_seqs} requests in a batch (--max-num-seqs)",
-            f"longest prompt plus answer: {room.max_model_len:,} tokens; {fit} of that length fit the KV cache",
+            f"device {self.device}, {self.dtype}: {_count(self.parameters)} parameters, "
+            f"{_count(self.expert_parameters)} of them in experts ({_size(self.parameters * each)} of weights)",
+            f"KV cache per attention worker: {_size(self.kv_bytes)}, {room.kv_tokens:,} tokens; up to "
+            f"{self.max_num_seqs} requests per batch (--max-num-seqs)",
+            f"longest context: {room.max_model_len:,} tokens (prompt and answer); the KV cache holds {fit} of these",
         ]
 
 

@@ -150,7 +150,7 @@ def _store(meeting: Meeting, package: str = "", faults: Faults | None = None) ->
             raise
         except (RuntimeError, OSError, FabricError):  # nobody listens there yet
             if time.monotonic() - noted > NOTE_S:
-                log.info("rank %d waits for rank 0 at %s:%d", meeting.rank, meeting.address, meeting.port)
+                log.info("rank %d is waiting for rank 0 at %s:%d", meeting.rank, meeting.address, meeting.port)
                 noted = time.monotonic()
             time.sleep(LOOK_S)
 
@@ -187,7 +187,7 @@ def _claimed(store: TCPStore, rank: int, mine: str) -> bool:
     try:
         if store.compare_set(_key(rank), "", mine).decode() == mine:
             return True
-        log.info("rank %d is taken in the old group; waiting for its end", rank)
+        log.info("the previous group still has a rank %d; waiting for it to end", rank)
         store.set(INVALIDATED, str(rank))
         notify_all(store)
         while True:

@@ -165,10 +165,10 @@ class Lane:
         for end in ends:
             end.join(max(0.0, began + _LATE_S - time.monotonic()))
         if any(end.is_alive() for end in ends):
-            log.warning("A %s lane is not ended after %g s; its memory stays in use.", self._groups.name, _LATE_S)
+            log.warning("a %s lane has not shut down after %g s; its memory stays in use", self._groups.name, _LATE_S)
         for end in ends:
             end.join()
-        log.debug("A %s lane was ended in %.3f s.", self._groups.name, time.monotonic() - began)
+        log.debug("shut down a %s lane in %.3f s", self._groups.name, time.monotonic() - began)
 
     def _issue(self, operation: Any, group: Any, rows: Tensor, first: bool) -> Transfer:
         self._refuse_if_aborted()

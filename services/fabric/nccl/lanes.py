@@ -110,7 +110,7 @@ class Lanes:
     def note_stuck(self, opening: threading.Thread) -> None:
         with self._lock:
             self._stuck.append(opening)
-        log.warning("%d openings of %s lanes are stuck; each keeps a thread.", self.stuck(), self._groups.name)
+        log.warning("%d attempts to open a %s lane are stuck; each keeps a thread", self.stuck(), self._groups.name)
 
     def stuck(self) -> int:
         """Return how many openings were given up and still run."""

@@ -161,7 +161,7 @@ class Opening:
     def _fail(self, error: ExpertMeshError) -> None:
         self._problem = error
         if self._rank == EXPERTS:
-            log.warning("No lane to %s: %s", self._peer.name, error)
+            log.warning("no lane to %s: %s", self._peer.name, error)
             self._send_note("", b"", error)
 
 

@@ -217,14 +217,16 @@ class SharedMemoryServer(ServerExtension):
                 reply = self._prepared(client, handle)
         except Exception as error:  # the thread's boundary: its rows go as without shared memory
             known = isinstance(error, ExpertMeshError | RuntimeError)
-            log.warning("Rows of %s stay on tcp: %s", peer.name, error, exc_info=None if known else error)
+            log.warning(
+                "using TCP instead of shared memory with %s: %s", peer.name, error, exc_info=None if known else error
+            )
             reply = ShareReply(problem=str(error)[:1000])
         with self._lock:
             gone = client.gone
         if gone:
             self._remove(peer, client)
             return
-        log.info("prepared for %s in %.2f s", peer.name, time.perf_counter() - began)
+        log.info("prepared shared memory for %s in %.2f s", peer.name, time.perf_counter() - began)
         peer.send(Kind.SHARE_REPLY, reply)
 
     def _prepared(self, client: _Client, handle: bytes) -> ShareReply:
@@ -251,7 +253,7 @@ class SharedMemoryServer(ServerExtension):
 
     def _remove(self, peer: Peer, client: _Client) -> None:
         if not self._join_queue.leave(client):
-            log.error("A call with rows of %s did not end; its memory stays.", peer.name)
+            log.error("a call with rows of %s did not end; its memory stays allocated", peer.name)
             self._never_closed.append((client.answers, client.region))
             client.answers = client.region = None
         if client.steps is not None:

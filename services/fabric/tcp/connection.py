@@ -153,7 +153,7 @@ class SeatLink:
                 no_lane = isinstance(error, LaneFailed)
                 self._facts.faults.ended_by(error)
                 if not isinstance(error, ExpertMeshError | OSError):
-                    log.exception("The connection to %s failed.", self.name)
+                    log.exception("the connection to %s failed", self.name)
                 self._note_problem(self._typed(error))
             fine = self.connections > before and not no_lane
             backoff_s = _FIRST_BACKOFF_S if fine else min(2 * backoff_s, _MAX_BACKOFF_S)
@@ -171,7 +171,7 @@ class SeatLink:
             new = self.problem is None or self.problem.message != problem.message
             self.problem = problem
         if new and not self._stop.is_set():
-            log.warning("No connection to %s: %s", self.name, problem)
+            log.warning("%s", problem if self.name in problem.message else f"{self.name}: {problem}")
 
     def _converse(self) -> None:
         facts = self._facts
@@ -252,7 +252,7 @@ class SeatLink:
                 attempt.give_up(error)
             if self._lane_required:
                 raise
-            log.warning("Rows of %s go in frames: %s", self.name, error)
+            log.warning("sending rows over TCP: %s", error)
 
     def _take(self, connection: Connection, frame: Frame) -> None:
         self._maybe_open_lane(connection)

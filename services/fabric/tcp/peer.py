@@ -170,7 +170,7 @@ class Peer:
                 current.on_sent()
         except Exception as error:
             if not isinstance(error, FabricError):
-                log.exception("Sending failed.")
+                log.exception("sending to %s failed", self.name)
             assert current is not None
             current.on_sent()  # the thread that receives meets the same end, and reports it
         finally:

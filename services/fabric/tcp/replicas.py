@@ -145,7 +145,7 @@ class Seats:
 
     def _quarantine(self, link: SeatLink, error: ExpertMeshError) -> None:
         if time.monotonic() >= link.quarantined_until:
-            log.warning("No calls to %s for %g s: %s", link.name, self._quarantine_s, error)
+            log.warning("quarantined for %g s: %s", self._quarantine_s, error)
         link.quarantined_until = deadline_in(self._quarantine_s)
 
     def _choose(self, part: Part, now: float) -> SeatLink | None:

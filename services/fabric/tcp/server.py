@@ -167,7 +167,7 @@ class ExpertServer:
             work()
         except BaseException as error:  # the thread's boundary: the server's owner reads `failure`
             self.failure = error
-            log.critical("Seat %d serves no more.", self._hello.seat, exc_info=error)
+            log.critical("seat %d has stopped serving", self._hello.seat, exc_info=error)
             self._end_connections()
 
     def _converse(self, arrival: Arrival) -> None:

@@ -86,9 +86,9 @@ class _Latest:
         try:
             self._context = self._make()
         except ConfigError as error:
-            log.warning("%s changed; what was read before stays in use: %s", names, error)
+            log.warning("%s changed but cannot be loaded; the previous version stays in use: %s", names, error)
         else:
-            log.info("%s changed and was read again", names)
+            log.info("%s changed; loaded the new version", names)
 
     def _stamps(self) -> list[_Stamp]:
         return [_stamp(file) for file in self._files]

@@ -167,5 +167,5 @@ def test_a_download_is_logged_where_there_is_no_terminal(
     with hub("org/tiny", COMMIT, _files()) as url:
         use(url)
         with_checkpoint(_settings())
-    assert "downloading org/tiny: 0.0 GB are there" in caplog.text
-    assert f"org/tiny is in {Path.cwd()}" in caplog.text
+    assert "downloading org/tiny: 0.0 GB so far" in caplog.text
+    assert f"using org/tiny from {Path.cwd()}" in caplog.text

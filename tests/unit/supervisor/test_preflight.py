@@ -83,8 +83,8 @@ def test_sizes_are_those_of_the_model(folder: Path) -> None:
     assert (found.room.kv_tokens, found.dtype) == (160, "float32")
     text = "\n".join(found.lines())
     assert "device cpu, float32" in text
-    assert "160 tokens; up to 3 requests" in text
-    assert "longest prompt plus answer: 32 tokens; 5 of that length fit" in text
+    assert "160 tokens; up to 3 requests per batch" in text
+    assert "longest context: 32 tokens (prompt and answer); the KV cache holds 5 of these" in text
 
 
 def test_it_agrees_with_the_engine_on_the_kv_cache(folder: Path) -> None:

@@ -188,8 +188,8 @@ async def test_a_role_that_cannot_start_ends_the_server_with_its_code(home: Path
 async def test_a_failure_at_the_end_is_logged(home: Path, caplog: pytest.LogCaptureFixture) -> None:
     (home / "attention.last").write_text("70")
     assert await _run(_until_started(home, 3)) == 0
-    logged = [line for line in caplog.messages if "stopped, but" in line]
-    assert logged == ["attention was stopped, but ended with exit code 70"]
+    logged = [line for line in caplog.messages if "asked to stop, but" in line]
+    assert logged == ["attention was asked to stop, but ended with exit code 70"]
 
 
 @pytest.mark.parametrize(

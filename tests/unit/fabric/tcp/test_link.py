@@ -335,7 +335,15 @@ def test_experts_that_a_seat_does_not_hold_are_an_error(served: Serve) -> None:
 
 
 def quarantine_lines(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.getMessage().startswith("No calls to")]
+    return [record.getMessage() for record in caplog.records if record.getMessage().startswith("quarantined for")]
+
+
+def test_a_line_about_a_broken_connection_names_the_seat_once(served: Serve, caplog: pytest.LogCaptureFixture) -> None:
+    server = served()
+    with caplog.at_level(logging.WARNING), linked(table_at(server)):
+        server.close()
+        until(lambda: caplog.messages)
+    assert [said.count("seat 0 ") for said in caplog.messages] == [1] * len(caplog.messages)
 
 
 def test_nan_of_one_replica_is_its_own(served: Serve, caplog: pytest.LogCaptureFixture) -> None:
