@@ -269,4 +269,4 @@ class Departure:
         """Wait for ranks that still drain. Raises LockstepLeft if this rank was not stopped: it has to start again."""
         await asyncio.to_thread(self._engine.rank.wait_for_peers)
         if not self._stop.is_set():
-            raise LockstepLeft("Another rank has left; this one starts again, to meet those that come.")
+            raise LockstepLeft("Another rank has left; this one restarts to join the next group.")

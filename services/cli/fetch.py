@@ -70,7 +70,7 @@ def fetch(source: str, folder: Path, digests: Mapping[str, str]) -> None:
     except OSError as error:
         raise CheckpointError(
             f"Cannot fetch {source} into {folder}: {error}.",
-            hint="The folder has to be writable for this user and large enough for the checkpoint.",
+            hint="The folder must be writable for this user and have room for the checkpoint.",
         ) from error
     log.info("%s is complete", folder)
 
@@ -112,7 +112,7 @@ def _refuse_unknown_files(folder: Path, known: Collection[str], origin: Source) 
     visible = (file.name for file in folder.iterdir() if file.is_file() and not file.name.startswith("."))
     if strange := sorted(name for name in visible if name not in known):
         raise CheckpointError(
-            f"{folder} has files that {origin.revision} has not, and that no fetch has put there: {_listed(strange)}.",
+            f"{folder} has files that are neither part of {origin.revision} nor fetched before: {_listed(strange)}.",
             hint="Remove them, or fetch into another folder.",
         )
 
@@ -167,11 +167,11 @@ def check(folder: Path, digests: Mapping[str, str]) -> None:
     for name, wanted in digests.items():
         file = folder / name
         if not file.is_file():
-            raise CheckpointError(f"{file} is not there, but a digest is given for it.", hint="Check the source.")
+            raise CheckpointError(f"{file} is missing, but a digest was given for it.", hint="Check the source.")
         found = _sha256(file)
         if found != wanted:
             raise CheckpointError(
-                f"{file} has SHA-256 {found}, not {wanted}.", hint="The source has changed, or was damaged on the way."
+                f"{file} has SHA-256 {found}, not {wanted}.", hint="The source has changed, or the download is damaged."
             )
         log.info("%s matches its digest", name)
 

@@ -152,7 +152,7 @@ async def _act(action: str, name: str, given: dict[str, Any], book: KeyBook) -> 
 
 async def _create(name: str, given: dict[str, Any], book: KeyBook) -> None:
     if any(key.name == name for key in await book.read()):
-        raise ConfigError(f"There is a key named {name!r} already.", hint="Revoke it first, or choose another name.")
+        raise ConfigError(f"A key named {name!r} already exists.", hint="Revoke it first, or choose another name.")
     secret = f"em-{secrets.token_urlsafe(32)}"
     await book.add(_key({"name": name, "sha256": digest(secret), **_limits(given)}))
     print(secret)

@@ -55,7 +55,7 @@ def _roles(given: dict[str, Any]) -> list[str]:
 def _version(text: str) -> tuple[int, int]:
     major, _, minor = text.partition(".")
     if not (major.isdigit() and (minor or "0").split(".")[0].isdigit()):
-        raise ConfigError(f"{text!r} is no version of Redis.", hint="Give it as --redis-version 7.4.")
+        raise ConfigError(f"{text!r} is not a Redis version.", hint="Give it as --redis-version 7.4.")
     return int(major), int((minor or "0").split(".")[0])
 
 

@@ -147,9 +147,13 @@ class Connection(HttpToolsProtocol):
 
     def expire(self, wait: Wait) -> None:
         if wait is Wait.HEAD:
-            self._refuse("head_late", RequestTimedOut("The request's head took too long."), silent=True)
+            self._refuse("head_late", RequestTimedOut("The request's headers took too long to arrive."), silent=True)
         elif wait is Wait.BODY:
-            self._refuse("body_late", RequestTimedOut("The body took too long.", hint="Send it faster."), silent=True)
+            self._refuse(
+                "body_late",
+                RequestTimedOut("The request's body took too long to arrive.", hint="Send it faster."),
+                silent=True,
+            )
         elif wait is Wait.IDLE:
             self.leave()  # regularly: the client did nothing wrong
         elif not self._given_up:  # an answer and Connections both watch the deadline
@@ -289,7 +293,9 @@ class Connection(HttpToolsProtocol):
                 self._refuse("ahead", None)
         elif reads is Wait.HEAD:
             if tally.head(size) or not self._connections.hold_head(self, tally.heads_bytes):
-                self._refuse("head_bytes", HeadTooLarge(f"The head exceeds {self._bounds.head_bytes} bytes."))
+                self._refuse(
+                    "head_bytes", HeadTooLarge(f"The request's headers exceed {self._bounds.head_bytes} bytes.")
+                )
         elif tally.framing(size):
             self._refuse("framing", InvalidRequest("The body is mostly chunk headers.", hint="Use larger chunks."))
         elif reads is not Wait.BODY and tally.unwanted():

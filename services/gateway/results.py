@@ -214,7 +214,7 @@ class ResultFollower:
     def _repair(self, job: Job, choice: Choice, state: RequestState, attempt: int) -> None:
         mine = choice.request.attempt
         if state == "moved" and self._lapsed:  # its end was not sent here, for this gateway counted as dead
-            self.fail(job, Unavailable("The request went on at another server, where its client asked again."))
+            self.fail(job, Unavailable("The request continues on another server, where its client has retried it."))
         elif state == "moved":  # a take-up would have ended it here: Redis forgot that this gateway took it up
             self._spawn(self._resync(job, choice, retake=True))
         elif state == "done" or (choice.recovering and state not in ("missing", "lost")):

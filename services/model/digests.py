@@ -113,7 +113,7 @@ def _digests(checkpoint: Checkpoint, spec: ModelSpec) -> Digests:
     types = {entry.dtype for layer in matrices.values() for pair in layer for entries in pair for entry in entries}
     if len(types) != 1:
         stored = f"stores experts in {', '.join(sorted(types))}" if types else "has no experts"
-        raise CheckpointError(f"The checkpoint {stored}: there are no digests of that.")
+        raise CheckpointError(f"The checkpoint {stored}, so it can have no digests.")
     with ThreadPoolExecutor(hashing_threads()) as pool:
         hashing = {layer: pool.map(_digest, chain.from_iterable(pairs)) for layer, pairs in matrices.items()}
         layers = {layer: _by_matrix(list(digests)) for layer, digests in hashing.items()}
@@ -143,7 +143,7 @@ def _digest(entries: Iterable[TensorEntry]) -> bytes:
             left = entry.nbytes
             while left:
                 if not (chunk := data.read(min(left, _CHUNK))):
-                    raise CheckpointError(f"{entry.file} has become shorter while it was read.")
+                    raise CheckpointError(f"{entry.file} was truncated while it was read.")
                 digest.update(chunk)
                 left -= len(chunk)
     return digest.digest()

@@ -161,7 +161,7 @@ async def _checked_info(redis: Redis) -> dict[str, Any]:
             if not isinstance(error, _CREDENTIALS) and not isinstance(error.__cause__, _CREDENTIALS):
                 raise
             raise ConfigError(
-                f"Redis refuses the credentials: {error}.", hint="Put them into the URL: redis://user:password@host."
+                f"Redis rejects the credentials: {error}.", hint="Put them into the URL: redis://user:password@host."
             ) from error
     version = str(info["redis_version"])
     if _numbers(version)[:2] < MIN_VERSION:

@@ -212,7 +212,7 @@ class _Term:
 
     async def _keep_house(self) -> None:
         if self._renewal.due() and not await self._queue.renew(self._epoch, self._intervals.lock_ttl):
-            raise StaleLeader(f"Epoch {self._epoch} leads no more.")
+            raise StaleLeader(f"Epoch {self._epoch} is no longer the leader's.")
         if self._reaping.due():
             await self._reap()
         if self._gauges.due():
@@ -277,7 +277,7 @@ class _Term:
     async def _fail(self, request: GenerateRequest, workers: Sequence[WorkerState]) -> None:
         longest = max(worker.info.max_model_len for worker in workers)
         error = ContextLengthExceeded(
-            f"No worker holds more than {longest} tokens, but the prompt and max_tokens need {request.max_len}.",
+            f"No worker can hold more than {longest} tokens, but the prompt and max_tokens need {request.max_len}.",
             hint="Shorten the prompt or lower max_tokens.",
             param="max_tokens",
         )

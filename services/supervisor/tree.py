@@ -111,8 +111,8 @@ class Supervisor:
         """Check, before anything is loaded, what would make the roles fail. Returns the port of the REST API."""
         if self._settings.model is None:
             raise ConfigError(
-                "There is no checkpoint to serve.",
-                hint="Give its folder with --model DIR, or ORG/NAME of the Hugging Face Hub.",
+                "No model is given.",
+                hint="Give a checkpoint's folder or ORG/NAME of the Hugging Face Hub: expertmesh serve MODEL.",
             )
         require(self._settings, None)
         port = check_port(self._settings.host, self._settings.port)

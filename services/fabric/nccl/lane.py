@@ -96,7 +96,7 @@ class Lane:
         try:
             made += [groups.make(store, rank, host) for store in stores]
         except RuntimeError as error:
-            raise SeatLost(f"No {groups.name} lane: {str(error).splitlines()[0][:300]}") from error
+            raise SeatLost(f"The {groups.name} group was not made: {str(error).splitlines()[0][:300]}") from error
         self._out, self._in = made if rank == ATTENTION else made[::-1]
         self._sending, self._receiving = groups.stream(), groups.stream()
         self._last: Shipment | None = None
@@ -190,4 +190,4 @@ class Lane:
 
     def _refuse_if_aborted(self) -> None:
         if self._aborted.is_set():
-            raise SeatLost("The lane was ended.")
+            raise SeatLost("The lane was closed.")

@@ -338,7 +338,7 @@ class SharedMemoryLink:
         self._failing_since = self._failing_since or now
         if now > self._failing_since + self._options.unavailable_s:
             raise ExpertUnavailable(
-                f"A step was run again for {self._options.unavailable_s:g} s and never in time.",
+                f"A step was repeated for {self._options.unavailable_s:g} s without finishing in time.",
                 hint="Try again when the expert workers are less busy.",
                 retry_after_s=self._options.unavailable_s,
             )

@@ -181,7 +181,9 @@ class SharedMemoryServer(ServerExtension):
         client, _ = self._prepared_steps(peer, "starts")
         assert client.body is not None
         if Shape(step.bucket, step.micro_batches) not in set(client.body.shapes):
-            raise WireError(f"{peer.name} starts a step of {step.micro_batches} x {step.bucket} rows.")
+            raise WireError(
+                f"{peer.name} started a step of {step.micro_batches} x {step.bucket} rows, which was not prepared."
+            )
         self._join_queue.begin(client, step)
 
     def _prepared_steps(self, peer: Peer, does: str) -> tuple[_Client, Steps]:
@@ -201,7 +203,7 @@ class SharedMemoryServer(ServerExtension):
         )
         with self._lock:
             if peer in self._clients:
-                raise WireError(f"{peer.name} asks for memory twice.")
+                raise WireError(f"{peer.name} asked for memory twice.")
             taken = {client.place for client in self._clients.values()}
             client = _Client(min(set(range(len(taken) + 1)) - taken), layout)
             self._clients[peer] = client
@@ -233,7 +235,7 @@ class SharedMemoryServer(ServerExtension):
         layout = client.layout
         if client.place >= self._limits.clients or layout.inbox_bytes > self._limits.bytes:
             return ShareReply(
-                problem=f"{layout.inbox_bytes} bytes for client {client.place} are more than is allowed here."
+                problem=f"Client {client.place} needs {layout.inbox_bytes} bytes, more than is allowed here."
             )
         client.answers = self._memory.open(handle)
         client.region = self._memory.share(layout.inbox_bytes)
@@ -246,7 +248,7 @@ class SharedMemoryServer(ServerExtension):
         """Raise FabricError where calls for so many members have too many rows."""
         rows = self._limits.join_rows
         if members * buckets(layout.rows)[0] > rows:
-            raise FabricError(f"Calls for {members} of them have more than {rows} rows.")
+            raise FabricError(f"Calls for {members} workers would have more than {rows} rows.")
         with side_stream(self._device, needed=self._colocated):
             body = JointStepBody(self._compute, self._layers, self._counts_LE, layout, members=members, rows=rows)
             return JointStep(body, wait_s=self._wait_s)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from services.errors import BadAnswer, CallFailed, ExpertMeshError, LaneFailed, SeatLeaving, SeatLost, WireError
+from services.fabric.faults import named
 from services.fabric.tcp.calls import Call, Connection
 from services.fabric.tcp.connect import Facts, connect, prove, seat_name
 from services.fabric.tcp.extension import ClientExtension, Transports
@@ -171,7 +172,7 @@ class SeatLink:
             new = self.problem is None or self.problem.message != problem.message
             self.problem = problem
         if new and not self._stop.is_set():
-            log.warning("%s", problem if self.name in problem.message else f"{self.name}: {problem}")
+            log.warning("%s", named(self.name, problem))
 
     def _converse(self) -> None:
         facts = self._facts
@@ -273,7 +274,7 @@ class SeatLink:
                 with self._changed:
                     self._close_if_retired(connection)
             case _ if self._extension is None or not self._extension.take(self, frame):
-                raise WireError(f"{self.name} sent {frame.kind.name}, which no attention worker takes.")
+                raise WireError(f"{self.name} sent {frame.kind.name}, which attention workers do not accept.")
 
     def _take_answer(self, connection: Connection, answer: Answer, payload: Tensor) -> None:
         hidden, dtype = self._facts.hello.hidden, DTYPES[self._facts.hello.dtype]
@@ -318,7 +319,7 @@ class SeatLink:
         with self._changed:
             self._connection = None
             for call in connection.calls.values():
-                call.outcome = SeatLost(f"{self.name} was lost: {error.message}")
+                call.outcome = SeatLost(named(self.name, error))
             connection.calls, connection.lost = {}, connection.calls
             self.outstanding_rows = 0
             if self._retire_by is not None:

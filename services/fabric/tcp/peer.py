@@ -112,9 +112,9 @@ class Peer:
             SeatLost: they did not come, or there is no memory for them.
         """
         if self.lane is None:
-            raise WireError(f"{self.name} announced rows on a lane that there is not.")
+            raise WireError(f"{self.name} announced rows on a lane that does not exist.")
         if not 0 <= rows * hidden * dtype.itemsize <= self._limits.payload:
-            raise WireError(f"{self.name} announced {rows} rows on the lane.")
+            raise WireError(f"{self.name} announced {rows} rows on the lane, more than allowed.")
         try:
             with self.lane.reading():
                 into = torch.empty(rows, hidden, dtype=dtype, device=self.lane.device)

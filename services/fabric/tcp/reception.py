@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 
 from services.errors import ExpertMeshError, SeatFull, SeatLost
-from services.fabric.faults import CROWDED, Faults
+from services.fabric.faults import CROWDED, Faults, named
 from services.fabric.tcp.stream import shut_socket
 
 MAX_UNPROVEN = 64
@@ -74,7 +74,7 @@ class Reception:
         """Note that ``arrival`` knows the secret, so that it never gives way. Raises SeatFull if there is no room."""
         with self._changed:
             if len(self._threads) - len(self._unproven) >= self._max_proven:
-                raise SeatFull(f"There are {self._max_proven} connections here already.", hint=_FULL)
+                raise SeatFull(f"There are already {self._max_proven} connections here.", hint=_FULL)
             self._unproven.pop(arrival, None)
             self._changed.notify_all()
 
@@ -138,7 +138,7 @@ class Reception:
             log.log(logging.INFO if reported else logging.DEBUG, "%s", error)
         elif reported:
             known = isinstance(error, ExpertMeshError | OSError)
-            log.warning("closed the connection of the %s: %s", arrival.name, error, exc_info=None if known else error)
+            log.warning("closed a connection: %s", named(arrival.name, error), exc_info=None if known else error)
 
     def _forget(self, arrival: Arrival) -> None:
         arrival.sock.close()

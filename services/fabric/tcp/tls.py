@@ -57,7 +57,7 @@ def server_tls(cert: Path | None, key: Path | None) -> ServerTls | None:
     if cert is None and key is None:
         return None
     if cert is None or key is None:
-        raise ConfigError("A certificate without its key is no use, nor a key without its certificate.", hint=_BOTH)
+        raise ConfigError("A certificate needs its key, and a key its certificate.", hint=_BOTH)
     return ServerTls(cert, key)
 
 

@@ -41,7 +41,7 @@ def test_another_file_than_its_digest_says_leaves_no_mark(source: Path, tmp_path
     with pytest.raises(CheckpointError, match="has SHA-256"):
         fetch(str(source), tmp_path / "model", {"model.safetensors": "0" * 64})
     assert not (tmp_path / "model" / MARK).exists()
-    with pytest.raises(CheckpointError, match="is not there"):
+    with pytest.raises(CheckpointError, match="is missing, but a digest"):
         fetch(str(source), tmp_path / "model", {"other": "0" * 64})
 
 
@@ -110,7 +110,7 @@ def test_files_that_nobody_fetched_are_not_mixed_in_and_not_removed(source: Path
     folder = tmp_path / "model"
     fetch(str(source), folder, {})
     (folder / "chat_template.jinja").write_text("mine")
-    with pytest.raises(CheckpointError, match=r"no fetch has put there: chat_template.jinja\. Remove"):
+    with pytest.raises(CheckpointError, match=r"nor fetched before: chat_template.jinja\. Remove"):
         fetch(str(other), folder, {})
     assert names(folder) == [*["chat_template.jinja"], *names(source)]
     assert (folder / MARK).exists(), "it is still whole"

@@ -78,7 +78,7 @@ def test_the_gateway_says_how_many_keys_of_a_file_may_pass_others_by(
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["create", "alice"], "There is a key named 'alice' already."),
+        (["create", "alice"], "A key named 'alice' already exists."),
         (["create", "no spaces"], "Names are letters"),
         (["create", "eve", "--burst", "0"], "limits are above 0"),
         (["create"], "needs a name"),

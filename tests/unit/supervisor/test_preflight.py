@@ -34,7 +34,7 @@ def _preflight(folder: Path, gpus: Gpus = NONE, **values: Any) -> Preview:
 @pytest.mark.parametrize(
     ("values", "says"),
     [
-        ({"max_model_len": 100_000}, "--max-model-len 100000 is more than the"),
+        ({"max_model_len": 100_000}, "--max-model-len 100000 exceeds the"),
         ({"max_model_len": 17, "kv_blocks": 1}, "--max-model-len 17 does not fit"),
         ({"kv_memory_gib": 1e-6}, "--kv-memory-gib 1e-06 is less than one KV block"),
         ({"device": "cuda"}, "--device cuda cannot be used: the driver finds no GPU. Try --device cpu or auto."),
@@ -109,7 +109,7 @@ def test_serve_refuses_within_a_second_of_its_imports_and_starts_nothing(folder:
     command = [sys.executable, "-m", "services", "serve", str(folder), "--port", "0", *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == ConfigError.exit_code
-    assert "--max-model-len 100000 is more than" in done.stderr
+    assert "--max-model-len 100000 exceeds" in done.stderr
     assert "Redis" not in done.stdout + done.stderr
 
 

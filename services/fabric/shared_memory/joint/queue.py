@@ -99,7 +99,7 @@ class JoinQueue:
             group, pending, now = self._of(client), PendingStep(client, step), time.monotonic()
             self._drop(group, client)
             if not self._parted(group, client):
-                raise WireError(f"A step of client {client.place} cannot begin: a call with its rows did not end.")
+                raise WireError(f"A step of client {client.place} cannot start: a call with its rows has not ended.")
             awaited = client.place in group.awaited
             group.awaited.discard(client.place)
             may_join = group.joint_steps and step.whole and step.micro_batches == 1
@@ -156,7 +156,7 @@ class JoinQueue:
     def _of(self, client: Client) -> _LayoutGroup:
         group = self._groups.get(client.layout)
         if group is None or client not in group.clients:
-            raise WireError(f"Client {client.place} begins or stops a step before its steps are prepared.")
+            raise WireError(f"Client {client.place} started or stopped a step before its steps were prepared.")
         return group
 
     def _hold(self, group: _LayoutGroup, pending: PendingStep, now: float, *, awaited: bool) -> bool:

@@ -76,7 +76,7 @@ def test_ranks_whose_wires_or_weights_differ_part_by_name() -> None:
     _compare(1, replace_facts(FACTS, worker="v", node="m"), FACTS)
     with pytest.raises(ConfigError, match="Rank 1 differs in its wire: 2 there, 1 here"):
         _compare(1, replace_facts(FACTS, wire=2), FACTS)
-    with pytest.raises(FingerprintMismatch, match="Rank 1 serves other weights"):
+    with pytest.raises(FingerprintMismatch, match="Rank 1 serves different weights"):
         _compare(1, replace_facts(FACTS, weights="tuned"), FACTS)
 
 

@@ -480,9 +480,9 @@ def test_older_tables_change_nothing_and_other_models_are_refused(served: Serve)
 @pytest.mark.parametrize(
     ("serving", "lane", "message"),
     [
-        ({"seat": 7}, "", "is seat 7 of worker"),
+        ({"seat": 7}, "", "has become seat 7 of worker"),
         ({"secret": b"another"}, "", "does not know this cluster's secret"),
-        ({}, "gloo", "can have no gloo lane: it offers none"),
+        ({}, "gloo", "There can be no gloo lane to .*: it offers none"),
     ],
     ids=["another worker at the address", "another secret", "no lane"],
 )
