@@ -178,16 +178,16 @@ def check(folder: Path, digests: Mapping[str, str]) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = OptionParser(
-        "expertmesh fetch", "Bring a checkpoint into a folder and check it, or wait until it is there."
+        "expertmesh fetch", "Download a checkpoint into a folder and verify it, or wait until another process has."
     )
-    parser.add_argument("folder", type=Path, help="the folder that gets the checkpoint")
+    parser.add_argument("folder", type=Path, help="folder for the checkpoint")
     parser.add_argument(
         "--source", required=True, help="ORG/NAME or ORG/NAME@REVISION of the Hugging Face Hub, or a folder"
     )
     parser.add_argument(
         "--sha256", action="append", default=[], metavar="FILE=HEX", help="digest of a file; may be repeated"
     )
-    parser.add_argument("--wait", action="store_true", help="fetch nothing; end when another process has")
+    parser.add_argument("--wait", action="store_true", help="fetch nothing; exit once another process has fetched it")
     return parser
 
 

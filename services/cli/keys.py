@@ -107,16 +107,16 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> OptionParser:
     parser = OptionParser("expertmesh keys", "Create, list, limit or revoke API keys. Only their hashes are stored.")
     parser.add_argument("action", choices=_ACTIONS)
-    parser.add_argument("name", nargs="?", help="name of the key: the tenant that fairness, limits and metrics see")
-    limits = parser.add_argument_group("limits of a new key, or with `limit` of one that there is")
+    parser.add_argument("name", nargs="?", help="name of the key; fairness and limits apply per name (tenant)")
+    limits = parser.add_argument_group("limits of a new key, or with `limit` of an existing one")
     limits.add_argument("--requests-per-minute", type=float, metavar="X", help="rate (default: unlimited)")
-    limits.add_argument("--burst", type=int, metavar="N", help="requests that may come at once before the rate applies")
+    limits.add_argument("--burst", type=int, metavar="N", help="requests allowed at once before the rate applies")
     limits.add_argument("--max-concurrency", type=int, metavar="N", help="requests in flight (default: unlimited)")
     limits.add_argument(
         "--priority",
         type=int,
         metavar="0-9",
-        help=f"most urgent priority it may ask for (default: {DEFAULT_PRIORITY}); 0 passes all others by",
+        help=f"most urgent priority that its requests may have (default: {DEFAULT_PRIORITY}); 0 is served first",
     )
     return parser
 
