@@ -159,7 +159,7 @@ class Connection(HttpToolsProtocol):
         elif not self._given_up:  # an answer and Connections both watch the deadline
             self._given_up = True
             if wait is not Wait.CLOSING:  # its reason was noted before
-                self._connections.refusals.note(f"{wait.value}_late", f"closed a connection: {wait.value} for too long")
+                self._connections.refusals.note(f"{wait.value}_late", f"closed a connection: timed out ({wait.value})")
             self._inner.abort()
 
     def give_way(self) -> None:
