@@ -179,7 +179,7 @@ def _meaning(wanted: HubName, error: Exception) -> CheckpointError | None:
         )
     if isinstance(cause, errors.IncompleteSnapshotError):
         return CheckpointError(
-            f"{wanted} is only in part in the hub's cache {constants.HF_HUB_CACHE}, and the hub gives no more of it.",
+            f"{wanted} is incomplete in the hub's cache {constants.HF_HUB_CACHE}, and the rest cannot be fetched.",
             hint="Try again when the hub can be reached.",
         )
     if isinstance(cause, errors.RevisionNotFoundError):

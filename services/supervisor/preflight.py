@@ -123,8 +123,8 @@ def _check_gpus(settings: Settings, gpus: Gpus) -> None:
     workers = sum(map(len, computing(settings).values()))
     if settings.device == "cuda" and gpus.names and workers > len(gpus.names):
         raise ConfigError(
-            f"{workers} workers need as many GPUs, and {len(gpus.names)} are here.",
-            hint="Start fewer workers, or say --device auto: then workers share GPUs.",
+            f"{workers} workers need as many GPUs, and there are {len(gpus.names)}.",
+            hint="Start fewer workers, or let them share GPUs with --device auto.",
         )
 
 

@@ -49,7 +49,7 @@ def test_what_the_roles_would_refuse_is_refused_at_once(folder: Path, values: di
 
 
 def test_more_workers_than_gpus_are_refused_unless_they_may_share(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="4 workers need as many GPUs, and 2 are here"):
+    with pytest.raises(ConfigError, match="4 workers need as many GPUs, and there are 2"):
         _preflight(folder, TWO, layout="disaggregated", expert_workers=3, device="cuda")
     for values in ({"device": "auto"}, {"device": "cpu"}, {"expert_workers": 1, "device": "cuda"}):
         _preflight(folder, TWO, **({"layout": "disaggregated", "expert_workers": 3} | values))
