@@ -41,14 +41,14 @@ HANDED_ON = {"drainSeconds": "drain_timeout", "drainDelaySeconds": "drain_delay"
 }
 """Values that are handed on as a setting of the server, and share its bounds."""
 RENAMED_VALUES = {
-    "attention.experts": "Say layout: disaggregated (it was tcp), local, lockstep (it was mesh) or colocated (seats).",
-    "attention.mesh.ranks": "Say attention.workers.",
-    "attention.mesh.annotations": "Say attention.lockstep.annotations.",
-    "attention.seats.workers": "Say attention.workers.",
-    "attention.seats.groups": "Say attention.colocated.groups.",
-    "attention.seats.shared": "Say attention.colocated.shared.",
+    "attention.experts": "Use layout: disaggregated (was tcp), local, lockstep (was mesh) or colocated (was seats).",
+    "attention.mesh.ranks": "Use attention.workers.",
+    "attention.mesh.annotations": "Use attention.lockstep.annotations.",
+    "attention.seats.workers": "Use attention.workers.",
+    "attention.seats.groups": "Use attention.colocated.groups.",
+    "attention.seats.shared": "Use attention.colocated.shared.",
 }
-"""Values of earlier charts: what to say now."""
+"""Values of earlier charts: what to use now."""
 _STRICT = {"additionalProperties": False}
 _NAMES = ("existingSecret", "existingClaim", "caSecret", "tlsSecret")
 _CLASSES = ("storageClassName", "priorityClassName", "runtimeClassName", "className")
@@ -101,7 +101,7 @@ def renamed_settings() -> dict[str, str]:
     def owned(sentence: str) -> bool:
         return any(word.replace("-", "_") in OWNED for word in re.findall(r"--([a-z-]+)", sentence))
 
-    said = RENAMED | {"kv_blocks": "Say --kv-memory-gib X."}  # an option of the server still, which no help names
+    said = RENAMED | {"kv_blocks": "Use --kv-memory-gib X."}  # an option of the server still, which no help names
     return {name: sentence for name, sentence in sorted(said.items()) if not owned(sentence)}
 
 
@@ -192,7 +192,7 @@ def settings_of(role: Role) -> dict[str, Any]:
 def renamed() -> str:
     """What the chart's checks say of names of earlier charts and servers."""
     text = yaml.safe_dump({"settings": renamed_settings(), "values": RENAMED_VALUES}, width=1000)
-    return f"# Written by helm/generate.py: what to say instead of a name of an earlier release.\n{text}"
+    return f"# Written by helm/generate.py: what to use instead of a name of an earlier release.\n{text}"
 
 
 def users() -> str:

@@ -115,9 +115,7 @@ def encode_group(group: ShardGroup) -> bytes:
 
 
 def _misfit(problem: str) -> ConfigError:
-    return ConfigError(
-        f"The routing table does not fit together: {problem}.", hint="Let the scheduler write a new one."
-    )
+    return ConfigError(f"The routing table is inconsistent: {problem}.", hint="Let the scheduler write a new one.")
 
 
 _encoder = msgspec.msgpack.Encoder()

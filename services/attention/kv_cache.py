@@ -33,7 +33,7 @@ class KVCache:
         except RuntimeError as error:
             needed = num_blocks * block_bytes(spec, block_size=block_size, dtype=dtype)
             raise ConfigError(
-                f"{num_blocks} KV blocks take {needed / 2**30:.3g} GiB, which do not fit into the memory of {device}.",
+                f"{num_blocks} KV blocks take {needed / 2**30:.3g} GiB, more than the memory of {device} has left.",
                 hint="Lower --kv-memory-gib.",
             ) from error
         self.num_blocks, self.block_size = num_blocks, block_size

@@ -80,7 +80,12 @@ class LockstepRank:
         self.wake_up = joined.wake_up(lambda: self.on_notify())
         layers = self._spec.moe_layers
         self.steps = LockstepTurns(link, control.agree, ranks=len(joined.nodes), layers=layers, no_rows=self._no_rows)
-        log.info("rank %d of %d is linked up, %s", self._settings.rank, len(joined.nodes), shape.way)
+        log.info(
+            "rank %d of %d has joined its lock-step group (%s exchange)",
+            self._settings.rank,
+            len(joined.nodes),
+            shape.way,
+        )
         return self.steps
 
     def wait_for_peers(self) -> None:
@@ -264,4 +269,4 @@ class Departure:
         """Wait for ranks that still drain. Raises LockstepLeft if this rank was not stopped: it has to start again."""
         await asyncio.to_thread(self._engine.rank.wait_for_peers)
         if not self._stop.is_set():
-            raise LockstepLeft("Another rank has left; this one starts again, to meet those that come.")
+            raise LockstepLeft("Another rank has left; this one restarts to join the next group.")

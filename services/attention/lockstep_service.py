@@ -92,7 +92,7 @@ class LockstepService(AttentionService):
             async with asyncio.timeout(DEREGISTER_S):
                 await self._queue.deregister(self._id, suspects)
         except (TimeoutError, QueueUnavailable):
-            log.warning("left without deregistering: Redis does not answer, leases will expire")
+            log.warning("stopping without deregistering: Redis does not answer; the leases will expire")
 
     def _observers(self, built: Built[Any]) -> list[Callable[[], None]]:
         metrics, rank = self._metrics, built.engine.rank
@@ -119,4 +119,4 @@ async def _close(rank: LockstepRank) -> None:
         async with asyncio.timeout(END_S):
             await in_daemon("end the lock-step", rank.close)
     except TimeoutError:
-        log.warning("threads of the lock-step are left behind: they did not end in %.0f s", END_S)
+        log.warning("lock-step threads did not end within %.0f s; exiting without them", END_S)

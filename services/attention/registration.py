@@ -52,7 +52,7 @@ class Registration:
 
         await until_answered("registration", once, Backoff())
         self.registered = True
-        log.info("worker %s serves %s", self._info.id, self._info.model)
+        log.info("registered as worker %s, serving %s", self._info.id, self._info.model)
 
     async def keep(self, hand_back: Callable[[], Awaitable[object]]) -> None:
         """Follow what the engine lacks until cancelled. Whenever the credit has become 0, call ``hand_back`` to return
@@ -64,9 +64,9 @@ class Registration:
                 continue
             self._able = not lacks
             if self._able:
-                log.info("takes requests again")
+                log.info("accepting requests again")
             else:
-                log.warning("takes no requests while there is no %s", ", no ".join(lacks))
+                log.warning("not accepting requests: waiting for %s", ", ".join(lacks))
             await until_answered("credit", self._announce, Backoff())
             if not self._able:
                 await until_answered("credit", hand_back, Backoff())

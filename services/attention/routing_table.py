@@ -87,7 +87,7 @@ class TableFollower:
                 self._take(table)
 
     def _take(self, table: RoutingTable) -> None:
-        log.info("routing table %d with %d seats", table.epoch, len(table.seats))
+        log.info("using routing table %d (%d seats)", table.epoch, len(table.seats))
         self._link.apply(table)
         self._epoch = table.epoch
         self._news.set()

@@ -130,7 +130,7 @@ class AttentionService:
         try:
             await self._run_worker(built, worker, stop)
         except EngineStuck:
-            log.exception("exiting at once")
+            log.exception("the engine is stuck; exiting immediately")
             os._exit(CRASHED)  # an orderly exit would wait for threads that wait for the engine
         finally:
             await end_tasks(tasks)

@@ -225,8 +225,8 @@ class AttentionWorker:
             self._on_held_back(seconds)
 
     async def _give_up(self, attempts: Mapping[str, int], error: ErrorInfo) -> None:
-        log.warning("giving %d requests up: %s", len(attempts), error.message)
-        log_attempts("gave an attempt up: experts cannot be reached", attempts)
+        log.warning("giving up %d requests: %s", len(attempts), error.message)
+        log_attempts("gave up an attempt: its experts cannot be reached", attempts)
         for request_id, attempt in attempts.items():  # first: the same attempt may be assigned before the reply
             self._in_flight.close(request_id, attempt)
         await self._queue.give_up(self._info.id, attempts, error)
@@ -246,15 +246,16 @@ class AttentionWorker:
         """Give back requests that have not begun, let others end in time, hand the rest over. None counts as failed."""
         if not self._registration.registered:
             return
-        log.info("draining %d requests", len(self._in_flight))
+        if len(self._in_flight):
+            log.info("draining %d requests", len(self._in_flight))
         try:
             async with asyncio.timeout(self._options.drain_s if len(self._in_flight) else FLUSH_S):
                 await until_answered("draining", self._registration.withdraw, Backoff())
                 await until_answered("draining", self._hand_back, Backoff())
                 await self._in_flight.emptied()
         except TimeoutError:
-            log.warning("handing %d requests over, time is up", len(self._in_flight))
-            log_attempts("handed an attempt over", self.held())
+            log.warning("drain timeout reached; handing over %d requests to other workers", len(self._in_flight))
+            log_attempts("handed over an attempt", self.held())
         await asyncio.to_thread(self._thread.stop)
         self._backpressure.end()
         try:
@@ -262,12 +263,12 @@ class AttentionWorker:
                 await self._publisher.flushed()
                 await until_answered("leaving", partial(self._queue.deregister, self._info.id), Backoff())
         except TimeoutError:
-            log.warning("left without deregistering: Redis does not answer, leases will expire")
+            log.warning("stopping without deregistering: Redis does not answer; the leases will expire")
 
     async def _hand_back(self) -> None:
         held = self._in_flight.held()
         back = {name: held[name] for name in await self._queue.hand_back(self._info.id) if name in held}
-        log_attempts("gave an attempt back that had not begun", back)
+        log_attempts("returned an attempt that had not started", back)
         for request_id, attempt in back.items():
             self._abandon(request_id, attempt)
 

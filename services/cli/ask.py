@@ -49,9 +49,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("prompt")
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="the gateway (default: %(default)s)")
-    parser.add_argument("--model", metavar="NAME", help="default: the one that the server lists")
+    parser.add_argument("--model", metavar="NAME", help="default: the model that the server lists")
     parser.add_argument("--max-tokens", type=int, default=40, metavar="N", help="default: %(default)s")
-    parser.add_argument("--timeout", type=float, default=120.0, metavar="S", help="of each wait (default: %(default)s)")
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=120.0,
+        metavar="S",
+        help="seconds to wait for each chunk (default: %(default)s)",
+    )
     return parser
 
 

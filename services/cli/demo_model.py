@@ -16,7 +16,7 @@ def main(argv: Sequence[str]) -> int:
     parser = OptionParser(
         "expertmesh demo-model", "Write a small qwen3_moe checkpoint: random layers, a real tokenizer."
     )
-    parser.add_argument("directory", metavar="DIR", type=Path, help="folder to write; must not hold anything yet")
+    parser.add_argument("directory", metavar="DIR", type=Path, help="folder to write; must be empty or missing")
     parser.add_argument(
         "--dtype", choices=_DTYPES, default=_DTYPES[0], help="type of the weights (default: %(default)s)"
     )

@@ -18,9 +18,9 @@ def main(argv: Sequence[str]) -> int:
         CheckpointError: see :func:`services.model.digests.write_digests`.
     """
     parser = OptionParser(
-        "expertmesh digests", "Write the digests by which expert workers check weights that others give them."
+        "expertmesh digests", "Write digests by which expert workers verify weights from their peers."
     )
-    parser.add_argument("folder", type=Path, help="a checkpoint")
+    parser.add_argument("folder", type=Path, help="folder of the checkpoint")
     folder = parser.parse_args(argv).folder
     configure_logging("digests")
     try:

@@ -58,7 +58,7 @@ def fetch(source: str, folder: Path, digests: Mapping[str, str]) -> None:
     """
     identity = _identity(source, digests)
     if _mark_of(folder) == identity:
-        log.info("%s is there already", source)
+        log.info("%s is already there", source)
         if not (folder / DIGESTS).exists():
             _digest_experts(folder)
         return
@@ -70,9 +70,9 @@ def fetch(source: str, folder: Path, digests: Mapping[str, str]) -> None:
     except OSError as error:
         raise CheckpointError(
             f"Cannot fetch {source} into {folder}: {error}.",
-            hint="The folder has to be writable for this user and large enough for the checkpoint.",
+            hint="The folder must be writable for this user and have room for the checkpoint.",
         ) from error
-    log.info("%s is whole", folder)
+    log.info("%s is complete", folder)
 
 
 def _fill(folder: Path, source: str, digests: Mapping[str, str]) -> None:
@@ -84,7 +84,7 @@ def _fill(folder: Path, source: str, digests: Mapping[str, str]) -> None:
     for of_before in (MARK, DIGESTS):
         (folder / of_before).unlink(missing_ok=True)
     for name in before.files if before.revision != origin.revision else set(before.files).difference(coming):
-        log.info("removing %s of %s", name, before.revision)
+        log.info("removing %s, left over from revision %s", name, before.revision)
         (folder / name).unlink(missing_ok=True)
     _replace(folder / RECORD, msgspec.json.encode(_Record(revision=origin.revision, files=coming)))
     origin.bring(folder)
@@ -97,7 +97,7 @@ def _digest_experts(folder: Path) -> None:
     try:
         write_digests(folder)
     except (CheckpointError, OSError) as error:
-        log.warning("no digests of experts' weights: %s", error)
+        log.warning("cannot write the digests of the experts' weights: %s", error)
 
 
 class _Record(msgspec.Struct, frozen=True):
@@ -112,7 +112,7 @@ def _refuse_unknown_files(folder: Path, known: Collection[str], origin: Source) 
     visible = (file.name for file in folder.iterdir() if file.is_file() and not file.name.startswith("."))
     if strange := sorted(name for name in visible if name not in known):
         raise CheckpointError(
-            f"{folder} has files that {origin.revision} has not, and that no fetch has put there: {_listed(strange)}.",
+            f"{folder} has files that are neither part of {origin.revision} nor fetched before: {_listed(strange)}.",
             hint="Remove them, or fetch into another folder.",
         )
 
@@ -139,7 +139,7 @@ def _replace(file: Path, content: bytes) -> None:
 def _warn_of_change(source: str, origin: Source) -> None:
     if not origin.fixed:
         log.warning(
-            "%s names no commit, so it may be another checkpoint tomorrow; today it is %s", source, origin.revision
+            "%s is not pinned to a commit, so its contents may change; it is now at %s", source, origin.revision
         )
 
 
@@ -167,27 +167,27 @@ def check(folder: Path, digests: Mapping[str, str]) -> None:
     for name, wanted in digests.items():
         file = folder / name
         if not file.is_file():
-            raise CheckpointError(f"{file} is not there, but a digest is given for it.", hint="Check the source.")
+            raise CheckpointError(f"{file} is missing, but a digest was given for it.", hint="Check the source.")
         found = _sha256(file)
         if found != wanted:
             raise CheckpointError(
-                f"{file} has SHA-256 {found}, not {wanted}.", hint="The source has changed, or was damaged on the way."
+                f"{file} has SHA-256 {found}, not {wanted}.", hint="The source has changed, or the download is damaged."
             )
-        log.info("%s is as its digest says", name)
+        log.info("%s matches its digest", name)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = OptionParser(
-        "expertmesh fetch", "Bring a checkpoint into a folder and check it, or wait until it is there."
+        "expertmesh fetch", "Download a checkpoint into a folder and verify it, or wait until another process has."
     )
-    parser.add_argument("folder", type=Path, help="the folder that gets the checkpoint")
+    parser.add_argument("folder", type=Path, help="folder for the checkpoint")
     parser.add_argument(
         "--source", required=True, help="ORG/NAME or ORG/NAME@REVISION of the Hugging Face Hub, or a folder"
     )
     parser.add_argument(
         "--sha256", action="append", default=[], metavar="FILE=HEX", help="digest of a file; may be repeated"
     )
-    parser.add_argument("--wait", action="store_true", help="fetch nothing; end when another process has")
+    parser.add_argument("--wait", action="store_true", help="fetch nothing; exit once another process has fetched it")
     return parser
 
 

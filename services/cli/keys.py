@@ -107,16 +107,16 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> OptionParser:
     parser = OptionParser("expertmesh keys", "Create, list, limit or revoke API keys. Only their hashes are stored.")
     parser.add_argument("action", choices=_ACTIONS)
-    parser.add_argument("name", nargs="?", help="name of the key: the tenant that fairness, limits and metrics see")
-    limits = parser.add_argument_group("limits of a new key, or with `limit` of one that there is")
+    parser.add_argument("name", nargs="?", help="name of the key; fairness and limits apply per name (tenant)")
+    limits = parser.add_argument_group("limits of a new key, or with `limit` of an existing one")
     limits.add_argument("--requests-per-minute", type=float, metavar="X", help="rate (default: unlimited)")
-    limits.add_argument("--burst", type=int, metavar="N", help="requests that may come at once before the rate applies")
+    limits.add_argument("--burst", type=int, metavar="N", help="requests allowed at once before the rate applies")
     limits.add_argument("--max-concurrency", type=int, metavar="N", help="requests in flight (default: unlimited)")
     limits.add_argument(
         "--priority",
         type=int,
         metavar="0-9",
-        help=f"most urgent priority it may ask for (default: {DEFAULT_PRIORITY}); 0 passes all others by",
+        help=f"most urgent priority that its requests may have (default: {DEFAULT_PRIORITY}); 0 is served first",
     )
     return parser
 
@@ -152,7 +152,7 @@ async def _act(action: str, name: str, given: dict[str, Any], book: KeyBook) -> 
 
 async def _create(name: str, given: dict[str, Any], book: KeyBook) -> None:
     if any(key.name == name for key in await book.read()):
-        raise ConfigError(f"There is a key named {name!r} already.", hint="Revoke it first, or choose another name.")
+        raise ConfigError(f"A key named {name!r} already exists.", hint="Revoke it first, or choose another name.")
     secret = f"em-{secrets.token_urlsafe(32)}"
     await book.add(_key({"name": name, "sha256": digest(secret), **_limits(given)}))
     print(secret)

@@ -41,7 +41,7 @@ def _demo(argv: Arguments) -> int:
     from services.config import OptionParser, concerned, layer, parse_options
     from services.demo.tour import run_demo
 
-    about = "Serve a small checkpoint, made if need be, and stream a completion."
+    about = "Serve a small checkpoint, creating it if necessary, and stream a completion."
     parser = OptionParser("expertmesh demo", about, epilog="Takes the options of `expertmesh serve`, too.")
     return run_demo(layer(parse_options(parser, argv, concerned(None), positional=True, common=())))
 
@@ -72,20 +72,24 @@ COMMANDS = {
     "attention": Command("run an attention worker on its own", _from("services.attention.role")),
     "experts": Command("run an expert worker on its own", _from("services.experts.role")),
     "colocated": Command("run attention and experts in one process, on one GPU", _from("services.colocated.role")),
-    "workers": Command("run the workers of one machine, a process and a GPU each", _workers),
+    "workers": Command("run the workers of one machine, one process per GPU", _workers),
     "config": Command("show the effective configuration and where each value came from", _from("services.cli.config")),
-    "top": Command("show queue, workers, seats and load of a running deployment, live", _from("services.top.__main__")),
-    "status": Command("say what of a deployment is up, what is missing and why", _from("services.status.__main__")),
+    "top": Command("watch the queue, workers, seats and load of a deployment live", _from("services.top.__main__")),
+    "status": Command(
+        "show whether a deployment is up, and what is missing and why", _from("services.status.__main__")
+    ),
     "plan": Command(
         "recommend a layout for a model and its GPUs, with the command that runs it", _from("services.planner.plan")
     ),
-    "queue": Command("list, show, retry or drop requests that kept failing", _from("services.cli.queue")),
-    "redis-acl": Command("print the users that roles may have in Redis", _from("services.cli.redis_acl")),
+    "queue": Command("list, show, retry or drop dead-lettered requests", _from("services.cli.queue")),
+    "redis-acl": Command("print a Redis user for each role (ACL rules)", _from("services.cli.redis_acl")),
     "keys": Command("create, list or revoke API keys", _from("services.cli.keys")),
     "ask": Command("stream one completion from a running server", _from("services.cli.ask")),
-    "fetch": Command("bring a checkpoint into a folder and check it", _from("services.cli.fetch")),
-    "digests": Command("write by what workers check weights that others give them", _from("services.cli.digests")),
-    "demo-model": Command("write a small checkpoint to try things with", _from("services.cli.demo_model")),
+    "fetch": Command("download a checkpoint into a folder and verify it", _from("services.cli.fetch")),
+    "digests": Command(
+        "write digests of a checkpoint's experts, to verify weights from peers", _from("services.cli.digests")
+    ),
+    "demo-model": Command("write a small checkpoint for trials", _from("services.cli.demo_model")),
     "demo": Command("serve that checkpoint and stream a completion from it", _demo),
     "version": Command("print the version", _version),
 }

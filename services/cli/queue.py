@@ -33,15 +33,17 @@ _SHOWN_BYTES = 256
 
 def main(argv: Sequence[str]) -> int:
     """Runs one action and returns the exit code."""
-    parser = OptionParser("expertmesh queue", "Requests that failed on too many workers.")
+    parser = OptionParser("expertmesh queue", "Inspect requests that failed on too many workers (dead letters).")
     parser.add_argument(
         "action",
         choices=_ACTIONS,
-        help="retry runs the request again and prints what came of it; unreadable lists messages in Redis that a "
-        "process could not read",
+        help="retry runs the request again and prints its result; unreadable lists messages in Redis that a "
+        "process could not decode",
     )
     parser.add_argument("id", nargs="?", help="id of the request, as `list` shows it")
-    parser.add_argument("--limit", type=int, default=100, metavar="N", help="most entries that `list` shows")
+    parser.add_argument(
+        "--limit", type=int, default=100, metavar="N", help="maximum number of entries that `list` shows"
+    )
     given = parse_options(
         parser, argv, ["redis_url", "redis_url_file", "namespace", "model", "request_timeout", "lease"]
     )

@@ -29,18 +29,21 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> OptionParser:
-    parser = OptionParser("expertmesh redis-acl", "Users for Redis: each role's may do what the role does, no more.")
-    parser.add_argument("role", nargs="*", metavar="ROLE", help=f"of {', '.join(RULES)} (default: all)")
+    parser = OptionParser("expertmesh redis-acl", "Print a Redis user for each role, limited to what the role does.")
+    parser.add_argument("role", nargs="*", metavar="ROLE", help=f"one of {', '.join(RULES)} (default: all)")
     parser.add_argument(
         "--passwords",
         metavar="DIR",
-        help="folder with a file for each role, its password, of which the hash is printed; without, nobody can log in",
+        help="folder with a file per role holding its password (only hashes are printed); else nobody can log in",
     )
     parser.add_argument(
-        "--user-prefix", default="", metavar="TEXT", help="before the roles' names, where deployments share a Redis"
+        "--user-prefix", default="", metavar="TEXT", help="prefix of the user names, if deployments share a Redis"
     )
     parser.add_argument(
-        "--redis-version", default="7.0", metavar="X.Y", help="of the server: before 7.0 no key is for reading alone"
+        "--redis-version",
+        default="7.0",
+        metavar="X.Y",
+        help="version of the server; before 7.0 no key can be read-only",
     )
     return parser
 
@@ -55,7 +58,7 @@ def _roles(given: dict[str, Any]) -> list[str]:
 def _version(text: str) -> tuple[int, int]:
     major, _, minor = text.partition(".")
     if not (major.isdigit() and (minor or "0").split(".")[0].isdigit()):
-        raise ConfigError(f"{text!r} is no version of Redis.", hint="Give it as --redis-version 7.4.")
+        raise ConfigError(f"{text!r} is not a Redis version.", hint="Give it as --redis-version 7.4.")
     return int(major), int((minor or "0").split(".")[0])
 
 

@@ -88,7 +88,7 @@ def _open_folder(path: Path, folder: Path) -> Source:
     if not path.is_dir():
         raise CheckpointError(f"There is no folder {path}.", hint="Give a folder, or ORG/NAME@REVISION of the hub.")
     if path.resolve().is_relative_to(folder.resolve()):
-        raise CheckpointError(f"{path} is inside {folder}, which is to be filled from it.", hint="Give another folder.")
+        raise CheckpointError(f"{path} is inside {folder}, the folder to be filled.", hint="Give another folder.")
     return _Folder(path=path, revision=str(path))
 
 

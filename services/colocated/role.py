@@ -40,7 +40,7 @@ async def run_both(attention: RoleService, experts: RoleService, metrics_url: st
     try:
         await first_done(holding, attending)
         if holding.done():
-            log.info("the seat was given up; attention goes on")
+            log.info("gave up the expert seat; attention continues")
         await attending
         leave.set()
         await holding

@@ -152,17 +152,17 @@ def _refuse_unknown(parser: OptionParser, argument: str) -> NoReturn:
         raise ConfigError(f"Unexpected argument {argument!r}.", hint=see)
     name = word.removeprefix("--").removeprefix("no-").replace("-", "_")
     if name in Settings.model_fields:
-        raise ConfigError(f"{word} does not concern `{parser.prog}`.", hint=see)
+        raise ConfigError(f"{word} does not apply to `{parser.prog}`.", hint=see)
     _refuse_renamed(word, name)
     if (instead := pointer(word)) is not None:
-        raise ConfigError(f"{word} is no option here: {instead}")
+        raise ConfigError(f"{word} is not an option here: {instead}")
     raise ConfigError(f"Unknown option {word}.", hint=nearest_hint(word, parser.option_names()) or see)
 
 
 def _refuse_renamed(written: str, name: str) -> None:
     """Raises ConfigError where an earlier release had the setting ``name``, which the user wrote as ``written``."""
     if name in RENAMED:
-        raise ConfigError(f"{written} is no setting any more.", hint=RENAMED[name])
+        raise ConfigError(f"{written} is no longer a setting.", hint=RENAMED[name])
 
 
 def _from_environment() -> _Source:
@@ -234,7 +234,7 @@ def _merge(sources: Sequence[_Source]) -> Layered:
 def _check_one_url(source: _Source) -> None:
     if all(source.values.get(name) is not None for name in _URL):
         both = " and ".join(source.key(name) for name in _URL)
-        raise ConfigError(f"{source.label}: {both} say twice where Redis is.", hint="Leave one of them out.")
+        raise ConfigError(f"{source.label}: {both} both give the address of Redis.", hint="Leave one of them out.")
 
 
 def _url_in(file: Path) -> str:

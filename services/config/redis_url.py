@@ -47,7 +47,7 @@ class SentinelUrl:
         name, _, db = parts.path.strip("/").partition("/")
         options = tuple(parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query)))
         if unknown := [option for option, _ in options if option not in _OPTIONS]:
-            raise ValueError(f"knows no option {unknown[0]}")
+            raise ValueError(f"has an unknown option {unknown[0]}")
         if not name:
             raise ValueError("lacks the primary's name, as in redis+sentinel://host:26379/mymaster/0")
         return cls(

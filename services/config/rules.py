@@ -64,7 +64,7 @@ def colocated(settings: Settings) -> Settings:
     for name, allowed in others.items():
         if (value := getattr(settings, name)) not in allowed:
             raise ConfigError(
-                f"{option(name)} {value} cannot be with --layout colocated.",
+                f"{option(name)} {value} cannot be combined with --layout colocated.",
                 hint="Leave it out, or choose --layout disaggregated or --layout lockstep.",
             )
     return settings.model_copy(update={"layout": "colocated", "fabric_lane": "tcp", "overlap": "off"})
@@ -76,7 +76,7 @@ def check_bounds(given: object, names: Iterable[str]) -> None:
         low, high = getattr(given, f"min_{name}"), getattr(given, f"max_{name}")
         if low > high:
             raise ConfigError(
-                f"--min-{name} {low} is more than --max-{name} {high}.", hint="Lower the one or raise the other."
+                f"--min-{name} {low} is more than --max-{name} {high}.", hint="Lower one or raise the other."
             )
 
 
@@ -84,8 +84,8 @@ def _expert_workers_have_a_layout(settings: Settings, role: Role | None) -> None
     starts_them = role in (None, WORKERS, SCHEDULER)
     if starts_them and settings.expert_workers is not None and settings.layout != "disaggregated":
         raise ConfigError(
-            f"--expert-workers {settings.expert_workers} is given, but with --layout {settings.layout} there are none.",
-            hint="Give --layout disaggregated, too, or leave --expert-workers out.",
+            f"--expert-workers {settings.expert_workers} does not apply to --layout {settings.layout}, which has none.",
+            hint="Add --layout disaggregated, or leave --expert-workers out.",
         )
 
 
@@ -95,24 +95,24 @@ def _groups_have_workers(settings: Settings, role: Role | None) -> None:
         return
     if layout in ("local", "lockstep"):
         raise ConfigError(
-            f"--expert-groups {groups} is given, but with --layout {layout} experts are in no groups.",
-            hint="Give --layout disaggregated or --layout colocated, or leave --expert-groups out.",
+            f"--expert-groups {groups} does not apply to --layout {layout}, which has no shard groups.",
+            hint="Use --layout disaggregated or --layout colocated, or leave --expert-groups out.",
         )
     if role is None and layout == "colocated" and groups > settings.workers:
         raise ConfigError(
-            f"--expert-groups {groups} are more than the {settings.workers} seats for them.",
-            hint="Give as many --workers, or fewer groups.",
+            f"--expert-groups {groups} exceeds the {settings.workers} seats that --workers gives.",
+            hint="Raise --workers or lower --expert-groups.",
         )
 
 
 def _serve_has_every_worker(settings: Settings, role: Role | None) -> None:
     if role is None and not settings.workers:
-        raise ConfigError("Without an attention worker nothing is served.", hint="Give --workers N.")
+        raise ConfigError("At least one attention worker is needed.", hint="Give --workers N.")
     elsewhere = settings.redis_url is not None and settings.fabric_secret_file is not None
     if role is None and settings.expert_workers == 0 and not elsewhere:
         raise ConfigError(
-            "Without an expert worker nothing is served.",
-            hint="Give --expert-workers N, or --redis-url and --fabric-secret-file of those that run elsewhere.",
+            "At least one expert worker is needed.",
+            hint="Give --expert-workers N, or --redis-url and --fabric-secret-file of expert workers elsewhere.",
         )
 
 
@@ -143,12 +143,12 @@ def _machine_has_ports(settings: Settings, role: Role | None) -> None:
         if ports and ports[-1] > 65_535:
             raise ConfigError(
                 f"{name} {ports[0]} leaves no room for the ports of all workers.",
-                hint=f"{len(ports)} in a row are needed.",
+                hint=f"{len(ports)} consecutive ports are needed.",
             )
     pages, fabric = taken.values()
     if pages and fabric and pages[0] <= fabric[-1] and fabric[0] <= pages[-1]:
         raise ConfigError(
-            f"Pages on ports {pages[0]} to {pages[-1]} and seats on ports {fabric[0]} to {fabric[-1]} meet.",
+            f"Metrics ports {pages[0]} to {pages[-1]} and seat ports {fabric[0]} to {fabric[-1]} overlap.",
             hint="Move --metrics-port or --fabric-port.",
         )
 
@@ -156,22 +156,22 @@ def _machine_has_ports(settings: Settings, role: Role | None) -> None:
 def _machine_shares_no_device(settings: Settings, role: Role | None) -> None:
     if role == WORKERS and ":" in settings.device:
         raise ConfigError(
-            f"--device {settings.device} is one device for all workers.",
-            hint="Choose cuda or auto, of which each takes the next GPU, or cpu.",
+            f"--device {settings.device} would put all workers on one device.",
+            hint="Choose cuda or auto, which give each worker a GPU of its own, or cpu.",
         )
 
 
 def _machine_starts_no_ranks(settings: Settings, role: Role | None) -> None:
     if role == WORKERS and settings.layout == "lockstep":
         raise ConfigError(
-            "Workers of several machines in lock-step are started one by one.",
+            "Lock-step workers on several machines have to be started one by one.",
             hint="Give --layout colocated, or run `expertmesh attention --layout lockstep --rank R` for each.",
         )
 
 
 def _key_is_asked_for(settings: Settings, role: Role | None) -> None:
     if role in (None, GATEWAY) and settings.api_key is not None and settings.auth == "off":
-        raise ConfigError("--api-key is given, but with --auth off nobody is asked for one.", hint="Leave one out.")
+        raise ConfigError("--api-key has no effect with --auth off.", hint="Leave one of them out.")
 
 
 def _model_is_given(settings: Settings, role: Role | None) -> None:
@@ -198,15 +198,15 @@ def _replicas_have_room(settings: Settings, role: Role | None) -> None:
         if low > high:
             raise ConfigError(
                 f"--shard-replicas {shard}={low}:{high}: the minimum is more than the maximum.",
-                hint="Lower the one or raise the other.",
+                hint="Lower one or raise the other.",
             )
 
 
 def _overlap_has_an_exchange(settings: Settings, role: Role | None) -> None:
     if role == ATTENTION and settings.overlap == "on" and settings.layout in ("local", "lockstep"):
         raise ConfigError(
-            f"--overlap on has nothing to overlap with --layout {settings.layout}.",
-            hint="Two micro-batches take turns with expert workers alone (--layout disaggregated); leave it out.",
+            f"--overlap on has no effect with --layout {settings.layout}.",
+            hint="Two-batch overlap needs separate expert workers (--layout disaggregated); leave it out.",
         )
 
 
@@ -215,10 +215,10 @@ def _ranks_can_meet(settings: Settings, role: Role | None) -> None:
         return
     address, _, port = (settings.lockstep_address or "").rpartition(":")
     if not address or not port.isdigit():
-        raise ConfigError("Ranks meet at the address of rank 0.", hint="Give all of them --lockstep-address HOST:PORT.")
+        raise ConfigError("All ranks need rank 0's address.", hint="Give each of them --lockstep-address HOST:PORT.")
     if settings.rank >= settings.workers:
         raise ConfigError(
-            f"There is no --rank {settings.rank} of --workers {settings.workers}.", hint="Ranks count from 0."
+            f"--rank {settings.rank} is out of range for --workers {settings.workers}.", hint="Ranks count from 0."
         )
 
 
@@ -226,8 +226,8 @@ def _slices_divide_the_ranks(settings: Settings, role: Role | None) -> None:
     ranks = role == ATTENTION and settings.layout == "lockstep"
     if ranks and settings.workers % settings.expert_slices:
         raise ConfigError(
-            f"--workers {settings.workers} cannot hold experts in --expert-slices {settings.expert_slices}.",
-            hint="The slices have to divide the ranks.",
+            f"--workers {settings.workers} is not a multiple of --expert-slices {settings.expert_slices}.",
+            hint="Each expert is split over that many ranks: change one of the two.",
         )
 
 
@@ -245,8 +245,8 @@ def _rows_have_a_secret(settings: Settings, role: Role | None) -> None:
 def _names_are_proven(settings: Settings, role: Role | None) -> None:
     if role == ATTENTION and settings.fabric_tls_name is not None and settings.fabric_tls_ca is None:
         raise ConfigError(
-            "--fabric-tls-name names whose certificate to expect, but connections are not encrypted.",
-            hint="Give --fabric-tls-ca, too.",
+            "--fabric-tls-name has no effect, because connections are not encrypted.",
+            hint="Add --fabric-tls-ca.",
         )
 
 
@@ -254,7 +254,7 @@ def _encrypted_rows_have_no_lane(settings: Settings, role: Role | None) -> None:
     encrypted = settings.fabric_tls_ca if role == ATTENTION else settings.fabric_tls_cert
     if _connects(settings, role) and encrypted and settings.fabric_lane == "nccl":
         raise ConfigError(
-            "What goes by --fabric-lane nccl cannot be encrypted.", hint="Choose auto or tcp, or leave TLS out."
+            "Rows that go over --fabric-lane nccl cannot be encrypted.", hint="Choose auto or tcp, or leave TLS out."
         )
 
 

@@ -248,7 +248,7 @@ def _warm(shard: ExpertShard, group: ShardGroup, hidden: int, dtype: torch.dtype
             x_TD = torch.zeros(rows, hidden, dtype=dtype, device=device)
             shard.forward(layer, x_TD, ids_T1, torch.ones(rows, 1, device=device))
     torch.cuda.current_stream(device).synchronize()
-    log.info("kernels are ready after %.1f s", time.perf_counter() - began)
+    log.info("warmed up the kernels in %.1f s", time.perf_counter() - began)
 
 
 def _on(device: torch.device, compute: Compute, *, colocated: bool) -> Compute:

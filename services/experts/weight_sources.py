@@ -61,7 +61,7 @@ class WeightSources:
             except (ExpertMeshError, OSError) as error:
                 self._note(group, seat, error)
                 continue
-            log.info("weights of group %d came from seat %d", group.number, seat.number)
+            log.info("loaded the weights of group %d from seat %d", group.number, seat.number)
             return {
                 layer: ExpertWeights(
                     expert_ids=group.experts[layer], w_gate_up_E2FD=tensors["gate_up"], w_down_EDF=tensors["down"]
@@ -89,7 +89,14 @@ class WeightSources:
     def _note(self, group: ShardGroup, seat: Seat, error: Exception) -> None:
         self._facts.faults.ended_by(error)
         level = logging.ERROR if isinstance(error, WeightsMismatch) else logging.INFO
-        log.log(level, "no weights of group %d from seat %d (%s): %s", group.number, seat.number, seat.worker, error)
+        log.log(
+            level,
+            "cannot load the weights of group %d from seat %d (%s): %s",
+            group.number,
+            seat.number,
+            seat.worker,
+            error,
+        )
 
     def _nbytes(self, shapes: Shapes) -> int:
         return sum(math.prod(shape) for layer in shapes.values() for shape in layer.values()) * self._dtype.itemsize

@@ -145,7 +145,7 @@ class ExpertWorker:
         if seat is None:
             return False
         self.seat = seat
-        log.info("seat %d", self.seat)
+        log.info("took seat %d", self.seat)
         return True
 
     async def _follow_orders(self) -> None:
@@ -155,7 +155,7 @@ class ExpertWorker:
             self._new_orders.clear()
             orders = self._orders
             if orders.leave:
-                log.info("the scheduler orders this seat to leave")
+                log.info("the scheduler has asked this seat to leave")
                 return
             wanted = orders.assignment
             if wanted is not None and (self.held is None or wanted.digest != self.held.digest):
@@ -168,7 +168,9 @@ class ExpertWorker:
                 async with asyncio.timeout(self._timing.drain):
                     await self._out_of_all_tables()
             except TimeoutError:
-                log.warning("changing groups although a table in use still lists this seat: calls go to replicas")
+                log.warning(
+                    "changing groups while a routing table in use still lists this seat; its calls go to replicas"
+                )
             await asyncio.to_thread(self.serving.drain, self._timing.drain)
             self.serving, self.held = None, None
         log.info("loading group %d", wanted.group.number)
@@ -178,7 +180,7 @@ class ExpertWorker:
         self._serving_since = time.monotonic()
         self.serving, self.held, self._info, self.status = serving, wanted, info, "ready"
         await until_answered("heartbeat", self._heartbeat, self._heartbeat_backoff)
-        log.info("group %d is ready on port %d", wanted.group.number, serving.port)
+        log.info("serving group %d on port %d", wanted.group.number, serving.port)
 
     async def _loaded(self, group: ShardGroup) -> Serving:
         stopped = threading.Event()
@@ -197,7 +199,7 @@ class ExpertWorker:
                 if was_serving:
                     await self._out_of_all_tables()
         except TimeoutError:
-            log.warning("leaving although a table in use still lists this seat: calls go to replicas")
+            log.warning("leaving while a routing table in use still lists this seat; its calls go to replicas")
         if self.serving:
             await asyncio.to_thread(self.serving.drain, self._timing.drain)
             self.serving = None
@@ -209,7 +211,7 @@ class ExpertWorker:
             async with asyncio.timeout(DEREGISTER_S):
                 await until_answered("leaving", partial(self._queue.deregister, self._info.id), Backoff())
         except TimeoutError:
-            log.warning("left without deregistering: Redis does not answer, the lease will expire")
+            log.warning("stopping without deregistering: Redis does not answer; the lease will expire")
 
     async def _out_of_all_tables(self) -> None:
         table: RoutingTable | None = None

@@ -52,6 +52,12 @@ class Faults:
             return dict(self._counts)
 
 
+def named(peer: str, error: BaseException) -> str:
+    """Return the text of ``error``, after the name of ``peer`` where it does not say which peer it is about."""
+    text = str(error)
+    return text if peer in text else f"{peer}: {text}"
+
+
 def _reason(error: BaseException) -> str | None:
     if isinstance(error, ExpertMeshError):
         return None if isinstance(error, _ORDINARY) else error.code

@@ -21,7 +21,7 @@ def read_secret(file: Path) -> bytes:
         raise ConfigError(f"Cannot read --fabric-secret-file: {error}.", hint="Check path and permissions.") from error
     if len(secret) < MIN_BYTES:
         raise ConfigError(
-            f"The secret in {file} has {len(secret)} bytes, less than {MIN_BYTES}.",
+            f"The secret in {file} has {len(secret)} bytes, fewer than {MIN_BYTES}.",
             hint="Make one: head -c 32 /dev/urandom | base64 > FILE",
         )
     return secret

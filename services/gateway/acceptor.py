@@ -58,7 +58,7 @@ def within_descriptors(bounds: Bounds) -> Bounds:
     spare = min(bounds.spare, max(1, (soft - RESERVE) // 4))
     connections = max(_MIN_CONNECTIONS, soft - RESERVE - spare)
     log.warning(
-        "%d connections are the most, not %d: this process may have %d descriptors only (ulimit -n)",
+        "allowing %d connections instead of %d: this process may open only %d file descriptors (ulimit -n)",
         connections,
         bounds.connections,
         soft,
@@ -122,6 +122,6 @@ class Acceptor:
         try:
             await self._loop.connect_accepted_socket(lambda: self._make(spare), taken)
         except OSError as error:  # it has gone already
-            log.debug("a connection ended before it began: %s", error)
+            log.debug("a connection was closed as it was accepted: %s", error)
             taken.close()
             self._connections.vacate(spare=spare)

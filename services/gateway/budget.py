@@ -62,7 +62,7 @@ class Budget:
         scores, cost = demand.scores(max_tokens), demand.cost(max_tokens)
         if scores > self.scores:
             raise InvalidRequest(
-                f"The answer would have {scores} log-probabilities; {self.scores} is the most.",
+                f"The answer would have {scores} log-probabilities; the maximum is {self.scores}.",
                 hint="Lower logprobs, max_tokens or n, or send fewer or shorter prompts.",
                 param="logprobs",
             )

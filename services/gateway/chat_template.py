@@ -152,7 +152,7 @@ class ChatTemplate:
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError) as error:
             raise InvalidRequest(
                 f"The model's chat template cannot render these messages: {error}.",
-                hint="Send plain system, user and assistant messages in alternation.",
+                hint="Send plain system, user and assistant messages, user and assistant in turn.",
                 param="messages",
             ) from error
 

@@ -147,17 +147,19 @@ class Connection(HttpToolsProtocol):
 
     def expire(self, wait: Wait) -> None:
         if wait is Wait.HEAD:
-            self._refuse("head_late", RequestTimedOut("The request's head took too long."), silent=True)
+            self._refuse("head_late", RequestTimedOut("The request's headers took too long to arrive."), silent=True)
         elif wait is Wait.BODY:
-            self._refuse("body_late", RequestTimedOut("The body took too long.", hint="Send it faster."), silent=True)
+            self._refuse(
+                "body_late",
+                RequestTimedOut("The request's body took too long to arrive.", hint="Send it faster."),
+                silent=True,
+            )
         elif wait is Wait.IDLE:
             self.leave()  # regularly: the client did nothing wrong
         elif not self._given_up:  # an answer and Connections both watch the deadline
             self._given_up = True
             if wait is not Wait.CLOSING:  # its reason was noted before
-                self._connections.refusals.note(
-                    f"{wait.value}_late", f"gave up a connection: {wait.value} for too long"
-                )
+                self._connections.refusals.note(f"{wait.value}_late", f"closed a connection: timed out ({wait.value})")
             self._inner.abort()
 
     def give_way(self) -> None:
@@ -291,7 +293,9 @@ class Connection(HttpToolsProtocol):
                 self._refuse("ahead", None)
         elif reads is Wait.HEAD:
             if tally.head(size) or not self._connections.hold_head(self, tally.heads_bytes):
-                self._refuse("head_bytes", HeadTooLarge(f"The head exceeds {self._bounds.head_bytes} bytes."))
+                self._refuse(
+                    "head_bytes", HeadTooLarge(f"The request's headers exceed {self._bounds.head_bytes} bytes.")
+                )
         elif tally.framing(size):
             self._refuse("framing", InvalidRequest("The body is mostly chunk headers.", hint="Use larger chunks."))
         elif reads is not Wait.BODY and tally.unwanted():
@@ -304,7 +308,7 @@ class Connection(HttpToolsProtocol):
 
     def _upgrade(self) -> None:
         """Refuses to change to another protocol: the request is answered, the rest is not read."""
-        self._connections.refusals.note("upgrade", "refused to upgrade a connection to another protocol")
+        self._connections.refusals.note("upgrade", "refused an upgrade to another protocol")
         self._deaf = True
         self.cycle.keep_alive = False
 

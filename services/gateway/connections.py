@@ -129,7 +129,7 @@ class Connections:
         elif self._count(spare=True) < self.bounds.spare or self._make_room(self._spare):
             spare = True
         else:
-            self.refusals.note("full", "all places for connections are taken, the spare ones too: closed a new one")
+            self.refusals.note("full", "the connection limit and its reserve are reached: closed a new connection")
             return None
         self._coming[spare] += 1
         return spare
@@ -225,7 +225,7 @@ class Connections:
             client = next(self._can_give_way(wait, among), None)
             if client is not None:
                 self.leave(client)
-                self.refusals.note(f"gave_way_{wait.value}", "all places for connections are taken: closed the oldest")
+                self.refusals.note(f"gave_way_{wait.value}", "the connection limit is reached: closed the oldest")
                 client.give_way()
                 return True
         return False

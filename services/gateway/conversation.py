@@ -95,7 +95,7 @@ class StandIns:
         if char is None:
             char = next(self._free, None)
             if char is None:
-                raise InvalidRequest("The messages have too many characters for private use.", param="messages")
+                raise InvalidRequest("The messages have too many private-use characters of Unicode.", param="messages")
             self._chars[text], self._texts[char] = char, text
         return char
 

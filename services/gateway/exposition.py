@@ -96,7 +96,10 @@ class Siblings:
         if not self._upstreams:
             return own
         pages = await asyncio.gather(*(self._fetch(upstream) for upstream in self._upstreams))
-        up = [f"# HELP {UPSTREAM_UP} 1 where the process answered.", f"# TYPE {UPSTREAM_UP} gauge"]
+        up = [
+            f"# HELP {UPSTREAM_UP} 1 if the metrics page of the process could be read, else 0.",
+            f"# TYPE {UPSTREAM_UP} gauge",
+        ]
         merged = [(self._own, own)]
         for upstream, page in zip(self._upstreams, pages, strict=True):
             merged.append((upstream.labels, page or ""))

@@ -45,13 +45,13 @@ class Room:
         held = self._held.get(tenant, 0)
         if held + amount > self._share:
             raise WorkLimited(
-                f"This key has {held} {self._what} under way here; {self._share} are the most.",
+                f"This key has {held} {self._what} in flight on this gateway; the maximum is {self._share}.",
                 hint="Send fewer at a time.",
                 retry_after_s=_RETRY_S,
             )
         if self._sum + amount > self._total:
             raise Overloaded(
-                f"There are {self._sum} {self._what} under way here; {self._total} are the most.",
+                f"This gateway has {self._sum} {self._what} in flight; the maximum is {self._total}.",
                 hint="Try again soon.",
                 retry_after_s=_RETRY_S,
             )
@@ -117,7 +117,7 @@ class Rooms:
         bodies_share = max(body_bytes // _BODIES_OF_ONE, max_body) if shared else body_bytes
         return cls(
             requests=Room("requests", connections, requests_share, metrics.http_in_flight.set),
-            bodies=Room("bytes of bodies", max(body_bytes, max_body), bodies_share, metrics.body_bytes.set),
+            bodies=Room("bytes of request bodies", max(body_bytes, max_body), bodies_share, metrics.body_bytes.set),
         )
 
 
@@ -170,7 +170,9 @@ class Guard:
     def _declared(self, request: Request) -> int:
         coding = request.headers.get("content-encoding", "identity")
         if coding.lower() != "identity":
-            raise InvalidRequest(f"Bodies in {coding[:40]!r} are not read here.", hint="Send plain JSON, uncompressed.")
+            raise InvalidRequest(
+                f"Content-Encoding {coding[:40]!r} is not supported.", hint="Send plain JSON, uncompressed."
+            )
         length = request.headers.get("content-length", "")
         declared = int(length) if length.isdecimal() and len(length) < 20 else 0
         if declared > self._limit:

@@ -64,7 +64,7 @@ class HeartbeatThread:
             with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
                 runner.run(self._session(self._keep))
         except Exception:
-            log.exception("this gateway sends no more heartbeats while its event loop is busy")
+            log.exception("the heartbeat thread failed: no heartbeats will be sent while the event loop is busy")
 
     async def _keep(self, beat: Beat) -> None:
         while not self._over.is_set():
@@ -72,7 +72,7 @@ class HeartbeatThread:
                 try:
                     await beat()
                 except ExpertMeshError as error:  # the event loop gets the same error, and acts on it
-                    log.debug("no heartbeat: %s", error.message)
+                    log.debug("cannot send a heartbeat: %s", error.message)
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._pause_s):
                     await self._over.wait()

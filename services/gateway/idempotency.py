@@ -100,7 +100,7 @@ class KeyedJobs:
         self._trim()
         while (entry := self._entries.get(place)) is not None:
             if entry.fingerprint != body_fingerprint:
-                raise Conflict("This Idempotency-Key was used with another body.", hint="Use a new key.")
+                raise Conflict("This Idempotency-Key was used with a different body.", hint="Use a new key.")
             if not entry.job.done():
                 await asyncio.wait([entry.job])
             elif _reusable(entry.job):

@@ -104,7 +104,7 @@ class Intake:
         self._check_count(len(body.prompts) * (body.n or 1), caller)
         prompts = await self.prompts.of_completion(body, caller.tenant, self._budget.tokens)
         if body.max_tokens == 0 and not body.echo:
-            raise InvalidRequest("max_tokens is 0 without echo.", hint="Ask for 1 token at least.", param="max_tokens")
+            raise InvalidRequest("max_tokens is 0 without echo.", hint="Ask for at least 1 token.", param="max_tokens")
         plan = _Plan(
             arrived=arrived,
             prompts=prompts,
@@ -134,7 +134,7 @@ class Intake:
         ]
         wanted = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         if wanted == 0:
-            raise InvalidRequest("max_tokens is 0.", hint="Ask for 1 token at least.", param="max_tokens")
+            raise InvalidRequest("max_tokens is 0.", hint="Ask for at least 1 token.", param="max_tokens")
         plan = _Plan(
             arrived=arrived,
             prompts=prompts,
@@ -161,7 +161,7 @@ class Intake:
         limit = self._max_sequences if allowed is None else min(allowed, self._max_sequences)
         if sequences > limit:
             raise InvalidRequest(
-                f"The request asks for {sequences} sequences (prompts times n); {limit} is the most.",
+                f"The request asks for {sequences} sequences (prompts times n); the maximum is {limit}.",
                 hint="Split it into several requests.",
                 param="n",
             )
@@ -202,7 +202,7 @@ class Intake:
             self._table.holdings.check(caller.tenant)
             if loan.size > _MAX_ECHO_BYTES:
                 raise InvalidRequest(
-                    f"The prompts have over {_MAX_ECHO_BYTES >> 20} MiB of text, too much to be repeated.",
+                    f"The prompts have over {_MAX_ECHO_BYTES >> 20} MiB of text, too much to echo.",
                     hint="Send fewer, or leave echo out.",
                     param="echo",
                 )
@@ -247,7 +247,7 @@ class Intake:
         length = sum(map(len, stops))
         if length > _MAX_STOP_CHARS:
             raise InvalidRequest(
-                f"The stop strings have {length} characters; {_MAX_STOP_CHARS} is the most.",
+                f"The stop strings have {length} characters; the maximum is {_MAX_STOP_CHARS}.",
                 hint="Send fewer or shorter ones.",
                 param="stop",
             )

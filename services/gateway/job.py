@@ -304,8 +304,8 @@ class Job:
         """
         if len(self._readers) >= MAX_READERS:
             raise WorkLimited(
-                f"{MAX_READERS} clients read the answer of this Idempotency-Key.",
-                hint="Wait until one of them has it.",
+                f"{MAX_READERS} clients are already reading the answer for this Idempotency-Key.",
+                hint="Wait until one of them has finished.",
                 retry_after_s=_READERS_RETRY_S,
             )
         reader = Reader(at_end=at_end)

@@ -56,7 +56,7 @@ class FileKeys:
         self._following = asyncio.Lock()
         report(1)
         if urgent := sum(key.urgent for key in self._keys.values()):
-            log.info("%d API keys may pass others by (priority below %d)", urgent, DEFAULT_PRIORITY)
+            log.info("%d API keys may jump the queue (priority below %d)", urgent, DEFAULT_PRIORITY)
 
     async def find(self, sha256: str) -> ApiKey | None:
         await self.usable()
@@ -75,7 +75,7 @@ class FileKeys:
         if self._gone_at is not None and self._usable and self._clock() - self._gone_at >= self._grace_s:
             self._keys = {}
             self._set_usable(False)
-            self._warn(f"{self._path} is gone or empty, or cannot be read: all API keys are refused until it is back")
+            self._warn(f"{self._path} is missing, empty or unreadable: all API keys are refused until it is back")
         return self._usable
 
     async def _reload(self) -> bool:
@@ -181,7 +181,7 @@ class RedisKeys:
     def _remember(self, sha256: str, key: ApiKey | None) -> None:
         if key is not None:
             if key.urgent and sha256 not in self._known:
-                log.info("API key %s may pass others by (priority %d)", key.name, key.priority)
+                log.info("API key %s may jump the queue (priority %d)", key.name, key.priority)
             self._known[sha256] = (self._clock() + _REMEMBERED_S, key)
         else:
             self._known.pop(sha256, None)

@@ -44,7 +44,7 @@ async def give_back_memory() -> None:
         try:
             pause_s = await asyncio.to_thread(giver.look)
         except (RuntimeError, MemoryError) as error:  # no thread, or no memory: streams go on all the same
-            log.warning("cannot give memory back now: %s", error)
+            log.warning("cannot return free memory to the system: %s", error)
             pause_s = _MAX_LOOK_S
 
 

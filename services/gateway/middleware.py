@@ -73,7 +73,7 @@ class RequestContext:
             try:
                 await self._app(scope, receive, send_marked)
             except ClientDisconnect:
-                log.info("client went away before its request was complete")
+                log.info("the client disconnected before its request was complete")
             except Exception:
                 log.exception("request failed")
                 if not status:
@@ -124,11 +124,13 @@ class SameMachine:
         host = headers.get("host")
         if host is not None and not is_loopback(_host_of(host)):
             return Forbidden(
-                "Without API keys this server answers to localhost and loopback addresses alone.",
+                "Without API keys this server answers only requests to localhost or a loopback address.",
                 hint="Use http://127.0.0.1, or start it with --auth required.",
             )
         if scope["method"] == "POST" and _media_type(headers) != "application/json":
-            return WrongContentType("A body has to be JSON.", hint="Send the header 'Content-Type: application/json'.")
+            return WrongContentType(
+                "The request's body must be JSON.", hint="Send the header 'Content-Type: application/json'."
+            )
         return None
 
 

@@ -134,13 +134,13 @@ class _Lane:
         retry_after_s = max(1.0, of_one * len(self._queues) * self._mean_s)
         if of_one >= self._of_one:
             raise WorkLimited(
-                f"{of_one} large requests of this key wait to be read already.",
+                f"{of_one} large requests of this key are already waiting to be parsed.",
                 hint="Send fewer at a time.",
                 retry_after_s=retry_after_s,
             )
         if self._waiting >= self._of_all:
             raise Overloaded(
-                f"{self._waiting} large requests wait to be read already.",
+                f"{self._waiting} large requests are already waiting to be parsed.",
                 hint="Try again soon.",
                 retry_after_s=max(1.0, self._waiting * self._mean_s),
             )

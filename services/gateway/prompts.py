@@ -100,7 +100,7 @@ class PromptReader:
             if tokens * (body.n or 1) > max_tokens:
                 raise InvalidRequest(
                     f"The prompts, for {body.n or 1} choices each, have at least {tokens * (body.n or 1)} tokens; "
-                    f"{max_tokens} are the most.",
+                    f"the maximum is {max_tokens}.",
                     hint="Split the request.",
                     param="prompt",
                 )
@@ -127,7 +127,7 @@ class PromptReader:
         options = options or {}
         if taken := next(filter(RESERVED.__contains__, options), None):
             raise InvalidRequest(
-                f"chat_template_kwargs has {taken!r}, which a template gets from the server and the checkpoint.",
+                f"chat_template_kwargs may not set {taken!r}, which the server and the checkpoint provide.",
                 hint="Leave it out; messages and add_generation_prompt are fields of the request.",
                 param=f"chat_template_kwargs.{taken}",
             )
@@ -265,7 +265,7 @@ class Fits:
         limit = max(_MAX_CHARS, _MAX_CHARS_A_TOKEN * self._context())
         if len(text) > limit:
             raise ContextLengthExceeded(
-                f"The prompt has {len(text)} characters; {limit} are the most with this context.",
+                f"The prompt has {len(text)} characters; the maximum for this context is {limit}.",
                 hint="Shorten it, or send token ids.",
                 param=param,
             )

@@ -93,7 +93,7 @@ class ResultFollower:
         try:
             await self._queue.heartbeat(self._own_lease_s, self._fingerprint)
         except QueueUnavailable as error:
-            log.warning("Redis does not answer yet: %s", error.message)
+            log.warning("not connected yet: %s", error.message)
 
     def abandon(self, job: Job) -> None:
         """Ends ``job`` here and upstream at once, because the client left."""
@@ -171,7 +171,7 @@ class ResultFollower:
         """Rewrites waiting requests for members of an earlier release that came, say by a rollback."""
         sequences = ((choice.request, choice.prompt) for _, choice in self._table.waiting())
         if written := await self._queue.restate(sequences):
-            log.info("%d requests were rewritten for members of an earlier release", written)
+            log.info("rewrote %d requests for processes of an earlier release", written)
 
     async def _return(self) -> None:
         """Reconnects: renews the lease, reads what the stream has (for a bounded time), then surveys."""
@@ -190,7 +190,7 @@ class ResultFollower:
 
     def _away(self, error: QueueUnavailable) -> None:
         if self.up:
-            log.warning("Redis is away, streams pause: %s", error.message)
+            log.warning("streams are paused: %s", error.message)
         self.up = False
         self._metrics.queue_up.set(0)
 
@@ -214,7 +214,7 @@ class ResultFollower:
     def _repair(self, job: Job, choice: Choice, state: RequestState, attempt: int) -> None:
         mine = choice.request.attempt
         if state == "moved" and self._lapsed:  # its end was not sent here, for this gateway counted as dead
-            self.fail(job, Unavailable("The request went on at another server, where its client asked again."))
+            self.fail(job, Unavailable("The request continues on another server, where its client has retried it."))
         elif state == "moved":  # a take-up would have ended it here: Redis forgot that this gateway took it up
             self._spawn(self._resync(job, choice, retake=True))
         elif state == "done" or (choice.recovering and state not in ("missing", "lost")):
@@ -248,7 +248,7 @@ class ResultFollower:
 
     async def _resync(self, job: Job, choice: Choice, *, retake: bool = False) -> None:
         choice.recovering = True
-        log.info("asks the queue for the end of an attempt", extra=about(choice.request.id, choice.request.attempt))
+        log.info("asking the queue how an attempt ended", extra=about(choice.request.id, choice.request.attempt))
         attempt = await self._queue.resync(choice.request.id, choice.request.attempt, retake=retake)
         if attempt is None:
             self.fail(job, Unavailable("The request was cancelled by the server.", hint="Send it again."))

@@ -71,7 +71,7 @@ def served_model(settings: Settings, spec: ModelSpec) -> ServedModel:
     codec = load_codec(settings.model, config)
     beyond = sum(token_id >= spec.vocab_size for token_id in codec.tokenizer.get_vocab().values())
     if beyond:
-        text = "%s/tokenizer.json has %d tokens beyond the model's %d; prompts with one of them are refused"
+        text = "%s/tokenizer.json has %d tokens beyond the model's vocabulary of %d; prompts with them are refused"
         log.warning(text, settings.model, beyond, spec.vocab_size)
     return ServedModel(
         name=settings.model_name,
@@ -95,7 +95,7 @@ def _shared_keys(settings: Settings, redis: Redis, metrics: GatewayMetrics) -> K
     """Returns the keys of the file, or of Redis."""
     if settings.api_keys_file is not None:
         return FileKeys(settings.api_keys_file, log.error, report=metrics.keys_usable.set)
-    log.info("API keys are looked up in Redis; give --api-keys-file for a file, or --auth off for none")
+    log.info("reading API keys from Redis; use --api-keys-file for a file, or --auth off for no keys")
     return RedisKeys(redis, Keys(settings.namespace).api_keys)
 
 
@@ -253,7 +253,7 @@ async def _greet(gateway: Gateway, redis: Redis) -> None:
         await check_server(redis)
         await gateway.follower.greet()
     except QueueUnavailable as error:
-        log.warning("serving without a queue for now: %s", error.message)
+        log.warning("starting without a queue: %s", error.message)
 
 
 async def _serve(settings: Settings, gateway: Gateway, server: HttpServer, stop: asyncio.Event) -> None:

@@ -54,7 +54,7 @@ def listen(host: str, port: int) -> socket.socket:
         listener.close()
         raise PortInUse(
             f"Cannot listen on {host}:{port} ({error.strerror or error}).",
-            hint="Stop the process that uses it, or choose another --port.",
+            hint="Stop the process that uses the port, or choose another --port.",
         ) from error
     listener.setblocking(False)
     return listener

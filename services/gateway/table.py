@@ -118,7 +118,7 @@ class JobTable:
         for job in self.holdings.excess() if self.holdings.full else ():
             size = job.nbytes
             log.warning(
-                "ended an answer: all of them take too much memory",
+                "ended an answer: the memory for answers is full",
                 extra={**about(job.choices[0].request.id), "bytes": size},
             )
             error = Overloaded("The answer takes more memory than this gateway has for it.", hint="Ask for less.")

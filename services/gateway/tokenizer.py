@@ -182,7 +182,7 @@ def load_codec(model_dir: Path, config: dict[str, object]) -> TextCodec:
 def _check_tokenizer(path: Path, tokenizer: Tokenizer) -> None:
     """Raises CheckpointError where ``tokenizer`` cannot be used: it has too many tokens, or fails on any text."""
     if (added := len(tokenizer.get_added_tokens_decoder())) > _MAX_ADDED:
-        raise _unusable(path, f"has {added:,} added tokens; {_MAX_ADDED:,} are the most")
+        raise _unusable(path, f"has {added:,} added tokens; the maximum is {_MAX_ADDED:,}")
     with failures_as(lambda error: _unusable(path, f"cannot be used: {error}")):
         used = tokenizer.encode(_TRIAL).ids
     if (largest := max([*tokenizer.get_vocab().values(), *used], default=0)) >= _MAX_IDS:

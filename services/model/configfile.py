@@ -131,7 +131,7 @@ def _read(path: Path) -> ConfigFile:
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read as JSON: {error}.", hint=_REPAIR) from error
     if not isinstance(values, dict):
-        raise CheckpointError(f"{path} holds no JSON object.", hint=_REPAIR)
+        raise CheckpointError(f"{path} is not a JSON object.", hint=_REPAIR)
     return ConfigFile(path, values)
 
 

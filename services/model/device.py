@@ -43,7 +43,9 @@ def torch_device(name: str, *, rank: int | None = None) -> torch.device:
 def _shared(number: int) -> int:
     count = torch.cuda.device_count()
     if number >= count:
-        log.warning("GPU %d is asked for, of %d: GPU %d has more than one worker", number, count, number % count)
+        log.warning(
+            "GPU %d does not exist (there are %d); GPU %d is shared by several workers", number, count, number % count
+        )
     return number % count
 
 

@@ -31,7 +31,7 @@ _MAX_THREADS = 16
 _DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _HOLDS = {"float32": ("float32", "bfloat16", "float16")}
 """Serving dtype -> stored dtypes of which it holds every value, so that digests of the stored bytes can check it."""
-_HOW = "Workers that join read the disk and take no weights from others; `expertmesh digests FOLDER` writes it."
+_HOW = "Workers that join will read weights from disk, not from peers; `expertmesh digests FOLDER` writes the file."
 
 Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 
@@ -65,13 +65,13 @@ def read_digests(model_dir: Path, spec: ModelSpec, dtype: str) -> Digests | None
     try:
         found = msgspec.json.decode(file.read_bytes(), type=Digests)
     except FileNotFoundError:
-        log.info("There is no %s. %s", file, _HOW)
+        log.info("%s does not exist. %s", file, _HOW)
         return None
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         log.warning("%s cannot be read: %s. %s", file, error, _HOW)
         return None
     if not _fits(found, spec, dtype):
-        log.warning("%s is not of these experts, or not for %s. %s", file, dtype, _HOW)
+        log.warning("%s does not match these experts or the dtype %s. %s", file, dtype, _HOW)
         return None
     return found
 
@@ -89,7 +89,9 @@ def write_digests(model_dir: Path) -> None:
     draft = model_dir / f"{FILE}.draft"
     draft.write_bytes(msgspec.json.encode(digests))
     os.replace(draft, model_dir / FILE)
-    log.info("%s: digests of %d experts in each of %d layers", model_dir / FILE, spec.num_experts, len(digests.layers))
+    log.info(
+        "wrote %s: digests of %d experts in each of %d layers", model_dir / FILE, spec.num_experts, len(digests.layers)
+    )
 
 
 def hashing_threads() -> int:
@@ -111,7 +113,7 @@ def _digests(checkpoint: Checkpoint, spec: ModelSpec) -> Digests:
     types = {entry.dtype for layer in matrices.values() for pair in layer for entries in pair for entry in entries}
     if len(types) != 1:
         stored = f"stores experts in {', '.join(sorted(types))}" if types else "has no experts"
-        raise CheckpointError(f"The checkpoint {stored}: there are no digests of that.")
+        raise CheckpointError(f"The checkpoint {stored}, so it can have no digests.")
     with ThreadPoolExecutor(hashing_threads()) as pool:
         hashing = {layer: pool.map(_digest, chain.from_iterable(pairs)) for layer, pairs in matrices.items()}
         layers = {layer: _by_matrix(list(digests)) for layer, digests in hashing.items()}
@@ -141,7 +143,7 @@ def _digest(entries: Iterable[TensorEntry]) -> bytes:
             left = entry.nbytes
             while left:
                 if not (chunk := data.read(min(left, _CHUNK))):
-                    raise CheckpointError(f"{entry.file} has become shorter while it was read.")
+                    raise CheckpointError(f"{entry.file} was truncated while it was read.")
                 digest.update(chunk)
                 left -= len(chunk)
     return digest.digest()

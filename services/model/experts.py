@@ -36,7 +36,8 @@ def sliced(whole: ExpertWeights, index: int, count: int) -> ExpertWeights:
     width = whole.w_down_EDF.shape[2]
     if width % count:
         raise ConfigError(
-            f"Experts of width {width} cannot be split into {count} slices.", hint="Choose a divisor of the width."
+            f"Experts of width {width} cannot be split into {count} slices.",
+            hint="Choose a number that divides the width.",
         )
     part = slice(index * width // count, (index + 1) * width // count)
     gate_EFD, up_EFD = whole.w_gate_up_E2FD.split_with_sizes((width, width), dim=1)

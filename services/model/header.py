@@ -89,7 +89,7 @@ def _read(file: Path) -> tuple[bytes, int]:
         if size < _LENGTH_BYTES + length:
             raise _truncated(file, _LENGTH_BYTES + length, size)
         if length > MAX_BYTES:
-            raise _damaged(file, f"its header would have {length:,} bytes, and {MAX_BYTES:,} are the most")
+            raise _damaged(file, f"its header would have {length:,} bytes, more than {MAX_BYTES:,}")
         return stream.read(length), size
 
 
@@ -113,7 +113,7 @@ def _check_sizes(file: Path, infos: Iterable[tuple[str, _Info]]) -> None:
 
 
 def _damaged(file: Path, reason: str) -> CheckpointError:
-    return CheckpointError(f"{file} is no safetensors file, or damaged: {reason}.", hint=DOWNLOAD_AGAIN)
+    return CheckpointError(f"{file} is not a safetensors file, or is damaged: {reason}.", hint=DOWNLOAD_AGAIN)
 
 
 def _truncated(file: Path, promised: int, size: int) -> CheckpointError:

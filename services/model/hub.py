@@ -85,7 +85,7 @@ def _wanted(settings: Settings) -> HubName | None:
     if wanted is None:
         if revision is not None:
             raise ConfigError(
-                f"--revision {revision} is of a model on the hub, but --model is {model or 'not given'}.",
+                f"--revision {revision} needs a model of the hub, but --model is {model or 'not given'}.",
                 hint="Leave it out, or give --model ORG/NAME.",
             )
         return None
@@ -113,7 +113,7 @@ def snapshot(wanted: HubName, *, weights: bool = True) -> Path:
             f"{wanted} has no *.safetensors file, or it could not be fetched.",
             hint="Choose a version of the model that has them; HF_HUB_OFFLINE keeps them from being fetched.",
         )
-    log.info("%s is in %s", wanted, folder)
+    log.info("using %s from %s", wanted, folder)
     return folder
 
 
@@ -156,7 +156,7 @@ def _noted(wanted: HubName) -> Iterator[None]:
 def _note(wanted: HubName, done: threading.Event) -> None:
     """Log now and then, until ``done``, how many bytes of ``wanted`` are in the cache."""
     while not done.wait(_NOTE_EVERY_S):
-        log.info("downloading %s: %.1f GB are there", wanted, _cached_bytes(wanted) / 1e9)
+        log.info("downloading %s: %.1f GB so far", wanted, _cached_bytes(wanted) / 1e9)
 
 
 def _cached_bytes(wanted: HubName) -> int:
@@ -192,30 +192,32 @@ def _meaning(wanted: HubName, error: Exception) -> CheckpointError | None:
     status: int | None = getattr(getattr(cause, "response", None), "status_code", None)
     if isinstance(cause, errors.OfflineModeIsEnabled):
         return CheckpointError(
-            f"{wanted} is not, or not wholly, in the hub's cache {constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE is set.",
+            f"{wanted} is not complete in the hub's cache {constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE is set.",
             hint="Unset it, or give the checkpoint's folder.",
         )
     if isinstance(cause, errors.IncompleteSnapshotError):
         return CheckpointError(
-            f"{wanted} is only in part in the hub's cache {constants.HF_HUB_CACHE}, and the hub gives no more of it.",
+            f"{wanted} is incomplete in the hub's cache {constants.HF_HUB_CACHE}, and the rest cannot be fetched.",
             hint="Try again when the hub can be reached.",
         )
     if isinstance(cause, errors.RevisionNotFoundError):
         return CheckpointError(f"{wanted.name} has no revision {wanted.revision} on the hub.", hint="Check its name.")
     if isinstance(cause, errors.GatedRepoError) or status == 403:
         return CheckpointError(
-            f"{wanted.name} is given only to accounts that have accepted its terms.",
+            f"{wanted.name} is available only to accounts that have accepted its terms.",
             hint=f"Accept them at {constants.ENDPOINT}/{wanted.name} and set HF_TOKEN to a token of that account.",
         )
     if isinstance(cause, errors.RepositoryNotFoundError) or status == 401:
         return CheckpointError(
-            f"There is no folder {wanted.name} here, and the hub shows this user no model of that name.",
-            hint="Check the name; if it is private, set HF_TOKEN to a token of an account that may read it.",
+            f"There is neither a folder {wanted.name} here nor a model of that name on the hub that this user can see.",
+            hint="Check the name; if the model is private, set HF_TOKEN to a token of an account that may read it.",
         )
     if isinstance(cause, errors.HFValidationError):
-        return CheckpointError(f"{wanted.name} is no name of a model on the hub.", hint="It is ORG/NAME.")
+        return CheckpointError(f"{wanted.name} is not a valid name of a model on the hub.", hint="It is ORG/NAME.")
     if status is not None:
-        return CheckpointError(f"The hub answers {wanted} with status {status}.", hint="Try again later.")
+        return CheckpointError(
+            f"The hub answered the request for {wanted} with status {status}.", hint="Try again later."
+        )
     if isinstance(cause, OSError) and cause.errno in _OF_THE_DISK:
         return None if isinstance(cause, ConnectionError) else _unwritable(cause)
     if _of_the_network(cause):

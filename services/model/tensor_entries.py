@@ -118,7 +118,9 @@ def _read_index(path: Path) -> dict[str, str]:
     try:
         weight_map = json.loads(read_index(path))["weight_map"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{path} is no index of safetensors files: {error!r}.", hint=DOWNLOAD_AGAIN) from error
+        raise CheckpointError(
+            f"{path} is not an index of safetensors files: {error!r}.", hint=DOWNLOAD_AGAIN
+        ) from error
     # A path in the index must not lead out of the folder.
     if not isinstance(weight_map, dict) or not all(
         isinstance(file, str) and Path(file).name == file for file in weight_map.values()

@@ -77,5 +77,5 @@ def _middle(descriptor: int, entry: TensorEntry) -> bytes:
     size = min(entry.nbytes, PIECE_BYTES)
     piece = os.pread(descriptor, size, entry.begin + (entry.nbytes - size) // 2)
     if len(piece) < size:
-        raise CheckpointError(f"{entry.file} has become shorter while it was read.", hint=DOWNLOAD_AGAIN)
+        raise CheckpointError(f"{entry.file} was truncated while it was read.", hint=DOWNLOAD_AGAIN)
     return piece

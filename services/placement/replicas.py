@@ -30,7 +30,7 @@ def assign_seats(
     groups = len(loads_LG[0])
     if len(capacity_S) < groups:
         raise NotReady(
-            f"{groups} shard groups have only {len(capacity_S)} expert workers.",
+            f"{len(capacity_S)} expert workers are too few for {groups} shard groups.",
             hint="Start more expert workers, or split the experts into fewer groups.",
         )
     if min(capacity_S) <= 0:

@@ -74,5 +74,5 @@ def bound_already(
     """Returns the error to raise where ``key`` is bound: KeyBound for the same body, Conflict for another one."""
     assert key is not None
     if fingerprint.decode() != key.fingerprint:
-        return Conflict("The Idempotency-Key was used with another body.", hint="Use a new key for a new request.")
+        return Conflict("The Idempotency-Key was used with a different body.", hint="Use a new key for a new request.")
     return KeyBound(base_id=base_id.decode(), seed=int(seed), owner=owner.decode())

@@ -47,10 +47,10 @@ async def until_answered(what: str, call: Callable[[], Awaitable[T]], backoff: B
             result = await call()
         except QueueUnavailable as error:
             if not backoff.failing:
-                log.warning("%s waits for Redis: %s", what, error.message)
+                log.warning("%s is waiting: %s", what, error.message)
             await asyncio.sleep(backoff.failed())
         else:
             if backoff.failing:
-                log.info("%s goes on: Redis answers again", what)
+                log.info("%s resumes: Redis answers again", what)
                 backoff.succeeded()
             return result

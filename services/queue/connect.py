@@ -117,11 +117,11 @@ async def check_server(redis: Redis) -> None:
     info = await _checked_info(redis)
     if info.get("maxmemory") and info.get("maxmemory_policy") != "noeviction":
         _log.warning(
-            "Redis may evict keys (maxmemory-policy %s): requests would be lost. Set maxmemory-policy noeviction.",
+            "Redis may evict keys (maxmemory-policy %s), which loses requests. Set maxmemory-policy noeviction.",
             info.get("maxmemory_policy"),
         )
     if not info.get("aof_enabled") and not _private(info):
-        _log.warning("Redis keeps no append-only file: a restart loses queued requests. Set appendonly yes.")
+        _log.warning("Redis has no append-only file, so a restart loses queued requests. Set appendonly yes.")
     if fault := known_faults(info):
         _log.warning("%s", fault)
 
@@ -137,10 +137,10 @@ def known_faults(info: Mapping[str, Any]) -> str:
     newer = line > max(_MENDED)
     if _private(info) or "valkey_version" in info or newer or patch >= _MENDED.get(line, patch + 1):
         return ""
-    cure = f"{line[0]}.{line[1]}.{_MENDED[line]}" if line in _MENDED else "a line that is still maintained"
+    cure = f"{line[0]}.{line[1]}.{_MENDED[line]}" if line in _MENDED else "a release line that is still maintained"
     return (
-        f"Redis {version} has known faults by which a client can take it over (such as CVE-2025-49844, "
-        f"CVE-2026-23479). Upgrade to {cure}, unless your distribution has mended this one."
+        f"Redis {version} has known vulnerabilities that let a client take it over (such as CVE-2025-49844, "
+        f"CVE-2026-23479). Upgrade to {cure}, unless your distribution has patched this version."
     )
 
 
@@ -161,7 +161,7 @@ async def _checked_info(redis: Redis) -> dict[str, Any]:
             if not isinstance(error, _CREDENTIALS) and not isinstance(error.__cause__, _CREDENTIALS):
                 raise
             raise ConfigError(
-                f"Redis refuses the credentials: {error}.", hint="Put them into the URL: redis://user:password@host."
+                f"Redis rejects the credentials: {error}.", hint="Put them into the URL: redis://user:password@host."
             ) from error
     version = str(info["redis_version"])
     if _numbers(version)[:2] < MIN_VERSION:

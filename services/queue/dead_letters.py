@@ -101,6 +101,4 @@ class DeadLetters:
 
 
 def _unknown(request_id: str) -> NotFound:
-    return NotFound(
-        f"There is no dead letter {request_id!r}.", hint="`expertmesh queue list` shows those that there are."
-    )
+    return NotFound(f"There is no dead letter {request_id!r}.", hint="`expertmesh queue list` shows all of them.")

@@ -13,7 +13,7 @@ from services.request_ids import about
 
 _LINES = {
     "lost": "lost an attempt: its worker is gone",
-    "dead": "ended a request: its attempts failed too often, see `expertmesh queue`",
+    "dead": "ended a request: too many attempts failed; see `expertmesh queue`",
     "abandoned": "ended a request: its gateway did not resubmit it",
     "expired": "ended a request: its deadline passed in the queue",
     "cancelled": "ended a request: its gateway is gone",

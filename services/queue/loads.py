@@ -48,7 +48,7 @@ class LoadNotes:
             try:
                 await self.note()
             except QueueUnavailable as error:
-                log.debug("load not reported: %s", error.message)
+                log.debug("cannot report the load: %s", error.message)
             await asyncio.sleep(min(MAX_PAUSE_S, self._lease_s / NOTES_PER_LEASE))
 
 

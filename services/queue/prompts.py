@@ -116,7 +116,7 @@ class PromptReader:
             return structs.replace(request, token_ids=recorded.token_ids, prompt="")
         if not request.prompt and recorded.prompt:  # it came by way of an earlier release
             return await self.whole(structs.replace(request, prompt=recorded.prompt))
-        raise UnreadableMessage(f"the prompt of {request.id} is not there")
+        raise UnreadableMessage(f"the prompt of {request.id} is missing")
 
     async def _ids(self, name: str) -> array[int]:
         if name not in self._read:

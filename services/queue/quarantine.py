@@ -83,7 +83,7 @@ class Quarantine:
         try:
             await self._scripts.run("quarantine", msgspec.json.encode(kept))
         except (QueueUnavailable, ResponseError) as refused:  # its reader goes on, whatever is in the way
-            log.warning("not kept: %s", refused)
+            log.warning("cannot keep the unreadable message: %s", refused)
 
 
 async def quarantined(redis: Redis, keys: Keys) -> list[Kept]:
@@ -97,5 +97,5 @@ def _kept(entry: bytes) -> Kept | None:
     try:
         return msgspec.structs.replace(msgspec.json.decode(kept, type=Kept), when_ms=int(when_ms))
     except (msgspec.MsgspecError, ValueError) as error:
-        log.warning("left out an entry of %d bytes: %s", len(entry), error)
+        log.warning("skipped a damaged entry of %d bytes: %s", len(entry), error)
         return None

@@ -40,5 +40,5 @@ class ScriptKeeper:
                 if loaded := await self.look():
                     log.debug("loaded %d scripts into Redis", loaded)
             except QueueUnavailable as error:
-                log.debug("scripts not looked for: %s", error.message)
+                log.debug("cannot check the scripts in Redis: %s", error.message)
             await asyncio.sleep(LOOK_S)

@@ -93,7 +93,7 @@ class Scripts:
             await self._redis.execute_command("SCRIPT", "LOAD", script.text)  # type: ignore[no-untyped-call]
         except NoPermissionError as error:
             raise QueueUnavailable(
-                "The queue is unavailable: Redis has no scripts yet, and a scheduler loads them.", retry_after_s=1
+                "The queue is unavailable: Redis has no scripts until a scheduler loads them.", retry_after_s=1
             ) from error
 
     async def run_chunks(self, name: str, head: tuple[Argument, ...], items: list[tuple[Argument, ...]]) -> list[Any]:
@@ -112,7 +112,7 @@ def pack_limits(limits: QueueLimits) -> bytes:
     errors = {
         "expired": DeadlineExceeded("The request waited in the queue until its deadline passed.", retry_after_s=10),
         "exhausted": AttemptsExhausted(
-            "Too many workers died while they ran this request: it was moved to the dead-letter list.",
+            "Too many workers died while running this request, so it was moved to the dead-letter list.",
             hint="An operator can examine and retry it with `expertmesh queue`.",
         ),
         "abandoned": Unavailable("The request lost its worker and was not resubmitted in time.", retry_after_s=1),
@@ -171,11 +171,11 @@ def _typed(text: str) -> ExpertMeshError | None:
         return VersionMismatch(
             f"Live members of this namespace are of release {release} and read versions {versions} of its messages; "
             f"release {version('expertmesh')} reads {OLDEST_WIRE}-{WIRE}.",
-            hint="Upgrade by way of a release that reads some of both, or stop those members first.",
+            hint="Upgrade through a release that reads some of both, or stop those members first.",
         )
     if kind == "FINGERPRINT":
         served, what = text.split("FINGERPRINT", 1)[1].split()[:2]
-        other = "other weights of an equal shape" if what == "weights" else "another model"
+        other = "different weights of the same shape" if what == "weights" else "a different model"
         return FingerprintMismatch(
             f"Live members of this namespace serve {other} (fingerprint {served}).",
             hint="Stop them first, or choose another --namespace.",

@@ -94,7 +94,7 @@ class Answer:
         try:
             yield from self._response.response.stream(amt=None, decode_content=True)
         except (HTTPError, OSError) as error:
-            raise KubernetesUnavailable(f"The API server broke off: {error}") from error
+            raise KubernetesUnavailable(f"The API server closed the connection: {error}") from error
 
 
 def in_pod_client() -> ApiClient:
@@ -111,7 +111,7 @@ def in_pod_client() -> ApiClient:
     try:
         load_incluster_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
     except ConfigException as error:
-        raise KubernetesUnavailable(f"There is no way to the API server of Kubernetes ({error}).") from error
+        raise KubernetesUnavailable(f"The Kubernetes API server cannot be reached ({error}).") from error
     return client_of(configuration)
 
 

@@ -147,7 +147,7 @@ class ExpertPlacement:
         if wanted.assign:
             await self._registry.assign_groups(epoch, [(seat.info.id, group) for seat, group in wanted.assign])
             for seat, group in wanted.assign:
-                log.info("seat %d is to hold group %d", seat.number, group.number)
+                log.info("assigned seat %d (%s) to shard group %d", seat.number, seat.info.id, group.number)
         return True
 
     def _intentions(
@@ -199,7 +199,7 @@ class ExpertPlacement:
         now = {seat.number for seat in table.seats}
         news = [", ".join(map(str, sorted(numbers)[:NAMED])) or "none" for numbers in (now - before, before - now)]
         log.info(
-            "routing table %d: %d seats in %d groups; new: %s; gone: %s",
+            "published routing table %d: %d seats in %d shard groups; added: %s; removed: %s",
             table.epoch,
             len(now),
             len(table.groups),

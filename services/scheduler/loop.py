@@ -127,7 +127,7 @@ class Scheduler:
             try:
                 await self._campaign(stop)
             except StaleLeader:
-                log.warning("another scheduler leads; stepping down")
+                log.warning("another scheduler is the leader; stepping down")
             except QueueUnavailable as error:
                 await self._wait_for_redis(stop, error)
             finally:
@@ -136,14 +136,14 @@ class Scheduler:
     async def _campaign(self, stop: asyncio.Event) -> None:
         if self._redis.failing:  # nothing is reclaimed before the living had a lease's time to report
             await self._queue.hold_reclaims(self._lease_s)
-            log.info("Redis is back")
+            log.info("Redis answers again")
         epoch = await self._queue.campaign(self._token, self._intervals.lock_ttl)
         self._redis.succeeded()
         self._campaigned = True
         if epoch is None:
             await _sleep(stop, self._intervals.poll * random.uniform(0.5, 1.0))
             return
-        log.info("leading", extra={"epoch": epoch})
+        log.info("became leader", extra={"epoch": epoch})
         self._observer.leads()
         placement = self._placement() if self._placement else None
         autoscaler = self._autoscaler() if self._autoscaler else None
@@ -152,7 +152,7 @@ class Scheduler:
 
     async def _wait_for_redis(self, stop: asyncio.Event, error: QueueUnavailable) -> None:
         if not self._redis.failing:
-            log.warning("Redis is away: %s", error.message)
+            log.warning("scheduling is paused: %s", error.message)
         await _sleep(stop, self._redis.failed())
 
 
@@ -202,7 +202,7 @@ class _Term:
         finally:
             await end_tasks(tasks)
         await self._queue.resign(self._epoch)
-        log.info("resigned", extra={"epoch": self._epoch})
+        log.info("gave up leadership", extra={"epoch": self._epoch})
 
     async def _wait(self, seconds: float) -> None:
         if seconds < MIN_BLOCK_S:
@@ -212,7 +212,7 @@ class _Term:
 
     async def _keep_house(self) -> None:
         if self._renewal.due() and not await self._queue.renew(self._epoch, self._intervals.lock_ttl):
-            raise StaleLeader(f"Epoch {self._epoch} leads no more.")
+            raise StaleLeader(f"Epoch {self._epoch} is no longer the leader's.")
         if self._reaping.due():
             await self._reap()
         if self._gauges.due():
@@ -277,7 +277,7 @@ class _Term:
     async def _fail(self, request: GenerateRequest, workers: Sequence[WorkerState]) -> None:
         longest = max(worker.info.max_model_len for worker in workers)
         error = ContextLengthExceeded(
-            f"No worker holds more than {longest} tokens, but the prompt and max_tokens need {request.max_len}.",
+            f"No worker can hold more than {longest} tokens, but the prompt and max_tokens need {request.max_len}.",
             hint="Shorten the prompt or lower max_tokens.",
             param="max_tokens",
         )

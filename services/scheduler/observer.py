@@ -137,6 +137,6 @@ def _log_assignment(choice: Choice, answer: Assignment) -> None:
     request = choice.request
     level = logging.DEBUG if request.attempt == 1 or not answer else logging.INFO
     if log.isEnabledFor(level):
-        said = "assigned" if answer else "not assigned: its worker has no credit, or the request is gone"
+        said = "assigned" if answer else "not assigned: the worker has no credit left, or the request is gone"
         waited = {} if answer.queued_s is None else {"queue_ms": round(1000 * answer.queued_s)}
         log.log(level, said, extra={**about(request.id, request.attempt), "worker": choice.worker_id, **waited})

@@ -113,7 +113,7 @@ class Repartitioner:
 
     def give_up(self) -> None:
         if self.target is not None:
-            log.warning("the groups stay as they are: too few seats are ready, or have room, to change them under load")
+            log.warning("cancelled repartitioning the shard groups: too few seats are ready or have room for it")
             self._next = self._clock() + TIMEOUT_WAITS * self._hysteresis.wait_s
         self.target = None
 
@@ -123,7 +123,7 @@ class Repartitioner:
         ``rooms``: group number -> experts of a layer that each of its seats has room for, where that is limited.
         """
         if self.target is not None and self.target == table.groups:
-            log.info("the groups have been repartitioned")
+            log.info("repartitioned the shard groups")
             self.target = None
         if self._planned is not None and self._planned[1].done():
             (groups, planned), self._planned = self._planned, None
@@ -135,11 +135,13 @@ class Repartitioner:
     def _take(self, groups: Groups, planned: Future[Plan], table: RoutingTable) -> None:
         error = planned.exception()
         if isinstance(error, ConfigError | NotReady):
-            log.warning("no other cut of the groups: %s", error.message)
+            log.warning("cannot repartition the shard groups: %s", error.message)
             return
         plan = planned.result()
         if table.groups == groups != plan.table.groups:
-            log.info("max / mean load %.2f: the groups are to be repartitioned, for %.2f", plan.before, plan.after)
+            log.info(
+                "repartitioning the shard groups to lower max/mean load from %.2f to %.2f", plan.before, plan.after
+            )
             self.target, self._since = plan.table.groups, self._clock()
 
     def _start(self, table: RoutingTable, load: Load, rooms: Mapping[int, int] | None) -> Future[Plan]:

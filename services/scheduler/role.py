@@ -100,7 +100,7 @@ async def schedule(settings: Settings, stop: asyncio.Event) -> None:
     keeping: list[asyncio.Task[None]] = []
     try:
         port = await server.start()
-        log.info("scheduler %s up, metrics on port %d", token, port)
+        log.info("scheduler %s has started, metrics on port %d", token, port)
         await check_access(redis, stop)
         if watched:
             watched.start()

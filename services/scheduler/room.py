@@ -64,26 +64,27 @@ class Shortage:
         for seat in able:
             if seat.number not in self._idle and not can_hold_some(seat, layout):
                 self._idle.add(seat.number)
-                asked = "" if seat.info.group is None else f" asks for group {seat.info.group}, which is none or"
+                any_of = f"any of the {len(layout)} shard groups"
+                asked = any_of if seat.info.group is None else f"shard group {seat.info.group}, which it asks for"
                 log.warning(
-                    "seat %d%s has room for none of the %d groups: it waits; see --expert-capacity, --expert-group and "
+                    "seat %d cannot hold %s, so it stays idle; check --expert-capacity, --expert-group and "
                     "--expert-groups",
-                    *(seat.number, asked, len(layout)),
+                    *(seat.number, asked),
                 )
         for group in layout:
             if able and group.digest not in self._too_large and not any(seat.has_room(group) for seat in able):
                 self._too_large.add(group.digest)
                 log.warning(
-                    "no expert worker has room for the %d experts of a layer in group %d: raise --expert-capacity or "
+                    "no expert worker has room for shard group %d (%d experts of a layer): raise --expert-capacity or "
                     "--expert-groups",
-                    *(group.size, group.number),
+                    *(group.number, group.size),
                 )
 
     def _compare(self, groups: int, experts: int) -> None:
         if self._asked is not None and groups != min(self._asked, experts) and groups not in self._sizes:
             self._sizes.add(groups)
             log.warning(
-                "the experts are in %d shard groups, and --expert-groups asks for %d: those in use stand, and workers "
-                "started for others get none; another number takes another --namespace",
+                "keeping the %d shard groups in use although --expert-groups asks for %d: workers started for other "
+                "groups stay idle; another number of groups needs another --namespace",
                 *(groups, self._asked),
             )

@@ -154,9 +154,9 @@ class Child:
             delay = self._policy.delay(code, self._lived_s(), spared=outlook.spared(), proven=outlook.proven())
             if delay is None:
                 return _exit_code(code)
-            log.warning("%s %s; starting it again in %.2g s", self.name, _describe(code), delay)
+            log.warning("%s %s; restarting it in %.2g s", self.name, _describe(code), delay)
             if self._policy.exhausted:
-                log.error("%s keeps failing; others run, so it is tried on and on", self.name)
+                log.error("%s keeps failing; retrying indefinitely, because others do its work meanwhile", self.name)
             await self._sleep(delay)
             await self.start()
 
@@ -173,7 +173,7 @@ class Child:
         self._stopping = True
         code = await self._process.stop(timeout_s)
         if code is not None and not _as_asked(code):
-            log.warning("%s was stopped, but %s", self.name, _describe(code))
+            log.warning("%s was asked to stop, but %s", self.name, _describe(code))
 
     def kill(self) -> None:
         """End the process at once, for good."""

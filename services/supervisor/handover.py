@@ -100,7 +100,7 @@ def check_port(host: str, port: int, *, option: str = "--port") -> int:
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise PortInUse(
-                f"Port {port} on {host} is taken by another process.",
+                f"Port {port} on {host} is in use by another process.",
                 hint=f"Choose another with {option} N (0 picks a free one), or stop that process.",
             ) from error
         if error.errno == errno.EACCES:

@@ -37,6 +37,6 @@ class Notices:
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 if await self._death_notices.send(pid, metrics_port):
-                    log.info("process %d has ended; its requests and experts go on elsewhere", pid)
+                    log.info("process %d has ended; its requests and experts move to other workers", pid)
         except Exception as error:  # noqa: BLE001  the lease ends it otherwise
-            log.debug("the end of process %d could not be reported: %r", pid, error)
+            log.debug("cannot report the end of process %d: %r", pid, error)

@@ -40,11 +40,11 @@ class Preview:
         each, room = _BYTES[self.dtype], self.room
         fit = room.kv_tokens // room.max_model_len
         return [
-            f"device {self.device}, {self.dtype}: {_count(self.parameters)} parameters, of which "
-            f"{_count(self.expert_parameters)} are experts' ({_size(self.parameters * each)} of weights)",
-            f"KV cache of an attention worker: {_size(self.kv_bytes)}, {room.kv_tokens:,} tokens; up to "
-            f"{self.max_num_seqs} requests in a batch (--max-num-seqs)",
-            f"longest prompt plus answer: {room.max_model_len:,} tokens; {fit} of that length fit the KV cache",
+            f"device {self.device}, {self.dtype}: {_count(self.parameters)} parameters, "
+            f"{_count(self.expert_parameters)} of them in experts ({_size(self.parameters * each)} of weights)",
+            f"KV cache per attention worker: {_size(self.kv_bytes)}, {room.kv_tokens:,} tokens; up to "
+            f"{self.max_num_seqs} requests per batch (--max-num-seqs)",
+            f"longest context: {room.max_model_len:,} tokens (prompt and answer); the KV cache holds {fit} of these",
         ]
 
 
@@ -123,8 +123,8 @@ def _check_gpus(settings: Settings, gpus: Gpus) -> None:
     workers = sum(map(len, computing(settings).values()))
     if settings.device == "cuda" and gpus.names and workers > len(gpus.names):
         raise ConfigError(
-            f"{workers} workers need as many GPUs, and {len(gpus.names)} are here.",
-            hint="Start fewer workers, or say --device auto: then workers share GPUs.",
+            f"{workers} workers need as many GPUs, and there are {len(gpus.names)}.",
+            hint="Start fewer workers, or let them share GPUs with --device auto.",
         )
 
 

@@ -14,7 +14,7 @@ POLL_S = 0.5
 TIMEOUT_S = 2.0
 STUCK_S = 60.0
 """Silence after which a process that has answered counts as stuck, as by the chart's liveness probe."""
-_PAGE, _END = "its page", "its end"
+_PAGE, _END = "its metrics page", "its exit"
 
 log = logging.getLogger(__name__)
 

@@ -29,13 +29,11 @@ class Place:
         return own
 
     def __str__(self) -> str:
-        text = f"{self.name}: device {self.device}, page on port {self.metrics_port}"
+        text = f"{self.name}: device {self.device}, metrics on port {self.metrics_port}"
         if self.fabric_port is None:
             return text
-        group = (
-            "of a group that the scheduler chooses" if self.expert_group is None else f"of group {self.expert_group}"
-        )
-        return f"{text}, seat {group} on {f'port {self.fabric_port}' if self.fabric_port else 'any port'}"
+        group = "a group chosen by the scheduler" if self.expert_group is None else f"group {self.expert_group}"
+        return f"{text}, seat for {group} on {f'port {self.fabric_port}' if self.fabric_port else 'any port'}"
 
 
 def computing(settings: Settings) -> dict[Role, list[str]]:

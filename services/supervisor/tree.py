@@ -111,8 +111,8 @@ class Supervisor:
         """Check, before anything is loaded, what would make the roles fail. Returns the port of the REST API."""
         if self._settings.model is None:
             raise ConfigError(
-                "There is no checkpoint to serve.",
-                hint="Give its folder with --model DIR, or ORG/NAME of the Hugging Face Hub.",
+                "No model is given.",
+                hint="Give a checkpoint's folder or ORG/NAME of the Hugging Face Hub: expertmesh serve MODEL.",
             )
         require(self._settings, None)
         port = check_port(self._settings.host, self._settings.port)
@@ -154,8 +154,8 @@ class Supervisor:
         key = f"sk-{secrets.token_urlsafe(32)}"
         shown = key if sys.stderr.isatty() else f"in {folder.keep('api-key', key)}"
         log.warning(
-            "clients need an API key, and none is given; this one was made and holds until the server ends: %s "
-            "(clients send 'Authorization: Bearer KEY'; choose your own by EXPERTMESH_API_KEY, or --auth off for none)",
+            "no API key was given, so one was generated, which is valid until the server stops: %s "
+            "(clients send 'Authorization: Bearer KEY'; set your own with EXPERTMESH_API_KEY, or use --auth off)",
             shown,
         )
         return key
@@ -211,7 +211,7 @@ class Supervisor:
         page = base_url(settings.host, settings.metrics_port) if settings.metrics_port else url
         asked = settings.api_key is not None or keys_required(settings.auth, settings.host)
         keys = "clients need an API key" if asked else "clients need no API key"
-        return f"the API is described at {url}/docs, metrics are at {page}/metrics; {keys}"
+        return f"API description at {url}/docs, metrics at {page}/metrics; {keys}"
 
     async def _ready(self, url: str) -> None:
         """Return once the gateway is ready; log now and then what is missing."""

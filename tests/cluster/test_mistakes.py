@@ -73,11 +73,11 @@ def test_a_wrong_password_is_named_by_every_role(cluster: Cluster, namespace: st
     release.kubectl("delete", "pods", "-l", "app.kubernetes.io/component!=redis", "--wait=false")
     for role in ("gateway", "scheduler", "attention", "experts"):
         until(
-            lambda role=role: "Redis refuses the credentials" in _last_words(release, role),
+            lambda role=role: "Redis rejects the credentials" in _last_words(release, role),
             240,
             f"the {role} says that its password is wrong",
         )
-    until(lambda: missing().count("Redis refuses the credentials") >= 5, 120, "all of its pods are listed with that")
+    until(lambda: missing().count("Redis rejects the credentials") >= 5, 120, "all of its pods are listed with that")
 
 
 def test_a_gpu_that_no_node_has_leaves_the_pod_pending_with_a_reason(

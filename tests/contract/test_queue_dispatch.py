@@ -185,7 +185,7 @@ async def test_other_weights_of_an_equal_shape_are_refused_while_members_live(be
     await register("w", "base")
     await bench.gateway.heartbeat(60, "f")
     for refused in (register("w2", "tuned"), experts.join(seat, 60)):
-        with pytest.raises(FingerprintMismatch, match="other weights of an equal shape"):
+        with pytest.raises(FingerprintMismatch, match="different weights of the same shape"):
             await refused
     await experts.join(structs.replace(seat, weights="base"), 60)
     await bench.redis.set(key, "tuned")  # no member can have written that

@@ -388,4 +388,4 @@ async def test_where_nothing_can_be_kept_it_is_counted_and_its_reader_goes_on(be
     counted = Counted(bench, "gateway")
     await counted.quarantine.put("event", "r", UnreadableMessage("why"), b"data")
     assert counted.kinds == ["event"]
-    assert "not kept" in caplog.text
+    assert "cannot keep" in caplog.text

@@ -182,7 +182,7 @@ async def test_every_user_passes_the_check_of_the_server_and_a_wrong_password_do
     for role in SERVED:
         await check_server(users.of(role))
     unknown = connect(f"unix://gateway:wrong@{redis_server.socket}")
-    with pytest.raises(ConfigError, match="refuses the credentials"):
+    with pytest.raises(ConfigError, match="rejects the credentials"):
         await check_server(unknown)
     await unknown.aclose()
 

@@ -63,7 +63,7 @@ def all_start_again(server: Server, disturb: Callable[[], object]) -> None:
 
 def check_end(server: Server) -> None:
     assert server.proc.stop() == 0
-    for flaw in ("terminate called", "was stopped, but", "left behind"):
+    for flaw in ("terminate called", "was asked to stop, but", "did not end within"):
         assert flaw not in server.proc.log(), "ranks end in order"
 
 

@@ -36,6 +36,6 @@ def test_no_token_changes_while_expert_workers_die_and_leave(tmp_path: Path, sha
         asyncio.run(answers_while(server, victim.kill))
         until(lambda: len(server.of_role("experts")) == workers, "another one was started")
         until(lambda: listed(server) == workers, "another one took the seat's place")
-        assert ("shares memory" in server.proc.log()) == (shared == "host")
+        assert ("sharing memory with" in server.proc.log()) == (shared == "host")
         asyncio.run(answers_while(server, lambda: leaver.send_signal(signal.SIGTERM)))
         until(lambda: not leaver.is_running() or leaver.status() == psutil.STATUS_ZOMBIE, "it left")

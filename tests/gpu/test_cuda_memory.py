@@ -37,7 +37,7 @@ def test_two_processes_write_into_it_and_it_outlives_its_owner(memory: CudaMemor
     theirs.close()  # so that its death ends the wait
     assert pipe.poll(ANSWER_S)
     refused, seen, own = pipe.recv()
-    assert "of this worker's own GPU" in refused
+    assert "on this worker's own GPU" in refused
     assert (seen, own) == (list(range(1, 9)), False)
     assert region.bytes[-8:].tolist() == list(range(100, 108))
     region.close()

@@ -10,7 +10,7 @@ concerns one value alone stands in its `# @schema`, what only a cluster knows in
 {{- with trim . }}{{ $said = append $said . }}{{ end -}}
 {{- end -}}
 {{- end -}}
-{{- with $said }}{{ fail (printf "values that cannot be meant:\n%s" (uniq . | join "\n")) }}{{ end -}}
+{{- with $said }}{{ fail (printf "invalid values:\n%s" (uniq . | join "\n")) }}{{ end -}}
 {{- end -}}
 
 {{/* Names of an earlier chart and of an earlier server's settings: files/renamed.yaml has what to say now. */}}
@@ -20,12 +20,12 @@ concerns one value alone stands in its `# @schema`, what only a cluster knows in
 {{- $found := $.Values }}
 {{- range $part := splitList "." $path }}{{ if kindIs "map" $found }}{{ $found = get $found $part }}{{ end }}{{ end }}
 {{- if ne (toString $found) "" }}
-{{ $path }} is no value any more. {{ $now }}{{ if not $.Values.layout }} With --reset-then-reuse-values instead of --reuse-values the defaults are this chart's.{{ end }}
+{{ $path }} is no longer a value. {{ $now }}{{ if not $.Values.layout }} With --reset-then-reuse-values instead of --reuse-values the defaults are this chart's.{{ end }}
 {{- end }}
 {{- end }}
 {{- range $name, $config := dict "config" .Values.config "gateway.config" .Values.gateway.config "scheduler.config" .Values.scheduler.config "attention.config" .Values.attention.config "experts.config" .Values.experts.config }}
 {{- range $setting := keys ($config | default dict) | sortAlpha }}{{ with get $names.settings $setting }}
-{{ $name }}.{{ $setting }} is no setting any more. {{ . }} (An option such as --max-num-seqs is max_num_seqs here.)
+{{ $name }}.{{ $setting }} is no longer a setting. {{ . }} (An option such as --max-num-seqs is max_num_seqs here.)
 {{- end }}{{ end }}
 {{- end }}
 {{- end -}}
@@ -176,7 +176,7 @@ set up the whole pod. Takes `name` and `values`. */}}
 {{- if or (hasKey $own "minReplicas") (hasKey $own "maxReplicas") }}{{ $_ := set $bounds (printf "experts.perGroup.%s" $group) (include "expertmesh.groupBounds" (dict "root" $ "group" $group) | fromYaml) }}{{ end }}
 {{- end }}
 {{- range $name, $each := $bounds }}{{ if gt (int $each.minReplicas) (int $each.maxReplicas) }}
-{{ $name }}: minReplicas {{ $each.minReplicas }} is more than maxReplicas {{ $each.maxReplicas }}{{ if hasPrefix "experts" $name }} (one of them may be that of autoscaling.experts){{ end }}. Lower the one or raise the other.
+{{ $name }}: minReplicas {{ $each.minReplicas }} is more than maxReplicas {{ $each.maxReplicas }}{{ if hasPrefix "experts" $name }} (one of them may be that of autoscaling.experts){{ end }}. Lower one or raise the other.
 {{- end }}{{ end }}
 {{- end -}}
 {{- end -}}

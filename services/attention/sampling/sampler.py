@@ -147,8 +147,8 @@ class _Open:
 def broken_logits() -> RequestError:
     """Return the error of a sequence whose hidden states or logits are not finite."""
     return InternalError(
-        "The model produced numbers that are not finite for this request.",
-        hint="If it repeats, serve the checkpoint with --dtype float32 or bfloat16 and check its files.",
+        "The model produced NaN or infinity for this request.",
+        hint="If this repeats, serve the checkpoint with --dtype float32 or bfloat16, and check its files.",
     )
 
 

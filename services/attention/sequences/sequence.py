@@ -224,13 +224,13 @@ def refusal(request: GenerateRequest, *, max_model_len: int, kv_tokens: int, voc
     wanted = f"{request.prompt_len} prompt tokens and max_tokens {request.sampling.max_tokens}"
     if request.max_len > max_model_len:
         return ContextLengthExceeded(
-            f"The model's context holds {max_model_len} tokens, but {wanted} were asked for.",
+            f"The model's context holds {max_model_len} tokens, but the request needs {wanted}.",
             hint="Shorten the prompt or lower max_tokens.",
             param="max_tokens",
         )
     if request.max_len > kv_tokens:
         return ContextLengthExceeded(
-            f"This worker's KV cache holds {kv_tokens} tokens, but {wanted} were asked for.",
+            f"This worker's KV cache holds {kv_tokens} tokens, but the request needs {wanted}.",
             hint="Shorten the prompt, lower max_tokens, or start the worker with more --kv-memory-gib.",
             param="max_tokens",
         )

@@ -113,7 +113,7 @@ def served_model(settings: Settings, *, rank: int | None = None) -> ServedModel:
         torch.set_num_threads(settings.threads)
     spec = with_weights(load_spec(settings.model), settings.model)
     device = torch_device(settings.device, rank=rank)
-    log.info("attention is computed on %s", device)
+    log.info("computing attention on %s", device)
     dtype = serving_dtype(settings.dtype, spec)
     room = _capacity(settings, spec, dtype)
     return ServedModel(folder=settings.model, spec=spec, device=device, dtype=dtype, capacity=room)
@@ -154,8 +154,8 @@ def _capacity(settings: Settings, spec: ModelSpec, dtype: torch.dtype) -> Capaci
     )
     if room.lowered:
         log.warning(
-            "the %d KV blocks hold %d tokens, less than the model's %d: longer requests are refused; "
-            "give more --kv-memory-gib, or set --max-model-len",
+            "the KV cache (%d blocks) holds %d tokens, fewer than the model's context of %d: longer requests will be "
+            "rejected; raise --kv-memory-gib or set --max-model-len",
             room.kv_blocks,
             room.kv_tokens,
             spec.max_position,

@@ -29,13 +29,13 @@ def capacity(*, kv_blocks: int, block_size: int, asked: int | None, max_position
     kv_tokens = kv_blocks * block_size
     if asked is not None and asked > max_position:
         raise ConfigError(
-            f"--max-model-len {asked} is more than the {max_position} positions that the checkpoint was made for.",
+            f"--max-model-len {asked} exceeds the {max_position} positions that the checkpoint supports.",
             hint="Lower it or leave it out.",
         )
     if asked is not None and asked > kv_tokens:
         raise ConfigError(
             f"--max-model-len {asked} does not fit: {kv_blocks} KV blocks of {block_size} hold {kv_tokens} tokens.",
-            hint=f"Give more --kv-memory-gib, or at most --max-model-len {kv_tokens}.",
+            hint=f"Raise --kv-memory-gib, or lower --max-model-len to at most {kv_tokens}.",
         )
     max_model_len = min(asked or max_position, kv_tokens)
     return Capacity(

@@ -133,8 +133,13 @@ class StepGraphs(Generic[HandleT]):
                     hint="Start with --enforce-eager, or leave more memory free: --kv-memory-gib, "
                     "--max-num-batched-tokens.",
                 ) from error
-            log.info("graphs of steps %d/%d after %.1f s", number, len(self._buckets), time.monotonic() - began)
-        log.info("%d graphs captured for %d sizes of steps", self.captures, len(self._buckets))
+            log.info(
+                "captured CUDA graphs for %d of %d step sizes in %.1f s",
+                number,
+                len(self._buckets),
+                time.monotonic() - began,
+            )
+        log.info("captured %d CUDA graphs for %d step sizes", self.captures, len(self._buckets))
 
     def suit(self, inputs: StepInputs) -> bool:
         """Return whether a graph is the right way for ``inputs``, if the link allows one."""
@@ -179,7 +184,7 @@ class StepGraphs(Generic[HandleT]):
             self._capture_rows(rows)
         except Exception:  # the steps' boundary: they go on without
             self._broken = True
-            log.exception("A step of %d rows cannot be captured; from here on new ones are not.", rows)
+            log.exception("cannot capture a step of %d rows as a CUDA graph; no new graphs will be captured", rows)
 
     def _capture_rows(self, rows: int) -> bool:
         """Capture a graph of ``rows`` if there is none and the link allows one. Returns whether there is one."""

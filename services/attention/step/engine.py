@@ -163,11 +163,11 @@ class Engine(Generic[HandleT]):
                     if error and error.code == InternalError.code:
                         raise InternalError("A dummy request failed.", hint="The log has the cause.")
                     if error or late or stopped():
-                        why = error.message if error else "it took too long" if late else "the worker is to end"
-                        log.warning("warmed up in part only: %s", why)
+                        why = error.message if error else "it took too long" if late else "the worker is stopping"
+                        log.warning("warm-up is incomplete: %s", why)
                         self._drop_all()
                         return
-            log.info("warmed up after %.1f s", time.monotonic() - began)
+            log.info("warmed up in %.1f s", time.monotonic() - began)
         finally:
             self._overlap = overlap
             self._reset()

@@ -100,7 +100,7 @@ class StepPipeline:
                 self._run(ahead, ahead=1)
         if ahead.last_hidden is None or ahead.error is not None:
             if ahead.error is not None and not isinstance(ahead.error, RequestError):
-                logger.warning("A step launched ahead failed, and is planned again.", exc_info=ahead.error)
+                logger.warning("a step launched ahead failed; planning it again", exc_info=ahead.error)
             self._discard(ahead)  # if the step fails again, its requests get the error
             return None
         return ahead
@@ -158,7 +158,7 @@ class StepPipeline:
         except LockstepBroken:
             raise  # no step can follow: this worker ends, and its requests go on elsewhere
         except Exception:
-            logger.exception("A step of %d sequences failed; each is tried by itself.", plan.sequences)
+            logger.exception("a step of %d sequences failed; running each sequence on its own", plan.sequences)
         self._discard_ahead()
         if plan.sequences == 1:
             return [Outcome(error=_step_failed())]

@@ -41,8 +41,8 @@ class LockstepShape:
     def __post_init__(self) -> None:
         if self.slices < 1 or len(self.nodes) % self.slices:
             raise ConfigError(
-                f"{len(self.nodes)} ranks cannot hold experts in {self.slices} slices.",
-                hint="The slices have to divide the ranks.",
+                f"{len(self.nodes)} ranks are not a multiple of {self.slices} expert slices.",
+                hint="Each expert is split over that many ranks: change one of the two.",
             )
 
     @property

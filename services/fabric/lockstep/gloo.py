@@ -188,7 +188,7 @@ def guarded(what: str) -> Iterator[None]:
         first, *_ = str(error).splitlines() or [type(error).__name__]
         reason = first.partition("] ")[2] or first
         raise LockstepBroken(
-            f"The lock-step group failed while {what}: {reason}", hint="All ranks start again; requests are kept."
+            f"The lock-step group failed while {what}: {reason}", hint="All ranks restart; requests are kept."
         ) from error
 
 

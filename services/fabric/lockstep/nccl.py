@@ -90,7 +90,7 @@ class _NcclExchange:
             while not work.is_completed():
                 if time.monotonic() > until:
                     self._wire.group.abort()  # type: ignore[attr-defined]
-                    raise LockstepBroken("An exchange between GPUs took too long.", hint="All ranks start again.")
+                    raise LockstepBroken("An exchange between GPUs took too long.", hint="All ranks restart.")
                 time.sleep(0)
             work.wait()
 

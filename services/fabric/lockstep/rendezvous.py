@@ -150,7 +150,7 @@ def _store(meeting: Meeting, package: str = "", faults: Faults | None = None) ->
             raise
         except (RuntimeError, OSError, FabricError):  # nobody listens there yet
             if time.monotonic() - noted > NOTE_S:
-                log.info("rank %d waits for rank 0 at %s:%d", meeting.rank, meeting.address, meeting.port)
+                log.info("rank %d is waiting for rank 0 at %s:%d", meeting.rank, meeting.address, meeting.port)
                 noted = time.monotonic()
             time.sleep(LOOK_S)
 
@@ -187,7 +187,7 @@ def _claimed(store: TCPStore, rank: int, mine: str) -> bool:
     try:
         if store.compare_set(_key(rank), "", mine).decode() == mine:
             return True
-        log.info("rank %d is taken in the old group; waiting for its end", rank)
+        log.info("the previous group still has a rank %d; waiting for it to end", rank)
         store.set(INVALIDATED, str(rank))
         notify_all(store)
         while True:
@@ -202,7 +202,7 @@ def _wait_for_all(store: TCPStore, ranks: int) -> None:
     while missing := [rank for rank in range(ranks) if not store.check([_key(rank)])]:
         if store.check([INVALIDATED]):
             twice = store.get(INVALIDATED).decode(errors="replace")
-            raise LockstepBroken(f"Rank {twice} came twice.", hint="All ranks start again.")
+            raise LockstepBroken(f"Two processes are rank {twice}.", hint="All ranks restart.")
         if time.monotonic() - noted > NOTE_S:
             log.info("waiting for rank %s", ", ".join(map(str, missing)))
             noted = time.monotonic()
@@ -212,7 +212,7 @@ def _wait_for_all(store: TCPStore, ranks: int) -> None:
 def _compare(rank: int, other: Facts, mine: Facts) -> None:
     if other.fingerprint != mine.fingerprint:
         raise FingerprintMismatch(
-            f"Rank {rank} serves another checkpoint: {other.fingerprint} there, {mine.fingerprint} here.",
+            f"Rank {rank} serves a different checkpoint: {other.fingerprint} there, {mine.fingerprint} here.",
             hint="Give all ranks the same --model.",
         )
     for name in ("package", "wire", "dtype", "exchange"):
@@ -223,7 +223,7 @@ def _compare(rank: int, other: Facts, mine: Facts) -> None:
             )
     if other.weights != mine.weights:
         raise FingerprintMismatch(
-            f"Rank {rank} serves other weights of an equal shape: {other.weights} there, {mine.weights} here.",
+            f"Rank {rank} serves different weights of the same shape: {other.weights} there, {mine.weights} here.",
             hint="Give all ranks the same --model.",
         )
 
@@ -232,7 +232,7 @@ def _facts_of(rank: int, data: bytes) -> Facts:
     try:
         return msgspec.json.decode(data, type=Facts)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise LockstepBroken(f"The facts of rank {rank} cannot be read: {error}.", hint=_ALIKE) from error
+        raise LockstepBroken(f"The handshake of rank {rank} cannot be read: {error}.", hint=_ALIKE) from error
 
 
 def _key(rank: int) -> str:

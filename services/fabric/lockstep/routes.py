@@ -88,7 +88,7 @@ def _layer_routes(layer: int, held: Held, num_experts: int, topology: Topology, 
     holders_E = [[holder for holder in sorted(held) if expert in held[holder]] for expert in range(num_experts)]
     if not all(holders_E):
         raise ConfigError(
-            f"Expert {holders_E.index([])} of layer {layer} is on no rank.", hint="Give each rank more --expert-slots."
+            f"Expert {holders_E.index([])} of layer {layer} has no rank.", hint="Give each rank more --expert-slots."
         )
     index = {place: number for number, place in enumerate(places)}
     chosen_E = replica_choice(holders_E, topology)[rank]

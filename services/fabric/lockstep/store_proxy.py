@@ -111,7 +111,7 @@ class ClientProxy(_Proxy):
         try:
             return self._connect()
         except (ExpertMeshError, OSError) as error:
-            log.warning("no way to the ranks' store: %s", error)
+            log.warning("cannot reach the ranks' store: %s", error)
             raise
 
     def _connect(self) -> socket.socket:

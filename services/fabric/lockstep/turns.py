@@ -179,7 +179,7 @@ class StoreWakeUp:
             try:
                 self._waits.wait([_key(period)], FOREVER)
             except RuntimeError as error:
-                log.info("the ranks' store is gone: %s", str(error).splitlines()[0])
+                log.info("lost the ranks' store: %s", str(error).splitlines()[0])
             self._notified = period
             self._on_notify()
 

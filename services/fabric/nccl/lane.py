@@ -96,7 +96,7 @@ class Lane:
         try:
             made += [groups.make(store, rank, host) for store in stores]
         except RuntimeError as error:
-            raise SeatLost(f"No {groups.name} lane: {str(error).splitlines()[0][:300]}") from error
+            raise SeatLost(f"The {groups.name} group was not made: {str(error).splitlines()[0][:300]}") from error
         self._out, self._in = made if rank == ATTENTION else made[::-1]
         self._sending, self._receiving = groups.stream(), groups.stream()
         self._last: Shipment | None = None
@@ -165,10 +165,10 @@ class Lane:
         for end in ends:
             end.join(max(0.0, began + _LATE_S - time.monotonic()))
         if any(end.is_alive() for end in ends):
-            log.warning("A %s lane is not ended after %g s; its memory stays in use.", self._groups.name, _LATE_S)
+            log.warning("a %s lane has not shut down after %g s; its memory stays in use", self._groups.name, _LATE_S)
         for end in ends:
             end.join()
-        log.debug("A %s lane was ended in %.3f s.", self._groups.name, time.monotonic() - began)
+        log.debug("shut down a %s lane in %.3f s", self._groups.name, time.monotonic() - began)
 
     def _issue(self, operation: Any, group: Any, rows: Tensor, first: bool) -> Transfer:
         self._refuse_if_aborted()
@@ -190,4 +190,4 @@ class Lane:
 
     def _refuse_if_aborted(self) -> None:
         if self._aborted.is_set():
-            raise SeatLost("The lane was ended.")
+            raise SeatLost("The lane was closed.")

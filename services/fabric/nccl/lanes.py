@@ -71,7 +71,7 @@ class Lanes:
         same = theirs.lane == self._offer and (not theirs.device or theirs.device != self._groups.identity())
         if self.required and not same:
             raise ProtocolMismatch(
-                f"{name} can have no {self._groups.name} lane: it offers {theirs.lane or 'none'}"
+                f"There can be no {self._groups.name} lane to {name}: it offers {theirs.lane or 'none'}"
                 f"{', on the same device' if theirs.lane == self._offer else ''}.",
                 hint="Start it with the same --fabric-lane, or both with auto.",
             )
@@ -110,7 +110,7 @@ class Lanes:
     def note_stuck(self, opening: threading.Thread) -> None:
         with self._lock:
             self._stuck.append(opening)
-        log.warning("%d openings of %s lanes are stuck; each keeps a thread.", self.stuck(), self._groups.name)
+        log.warning("%d attempts to open a %s lane are stuck; each keeps a thread", self.stuck(), self._groups.name)
 
     def stuck(self) -> int:
         """Return how many openings were given up and still run."""
@@ -120,7 +120,7 @@ class Lanes:
 
     def refuse_if_many_stuck(self) -> None:
         if self.stuck() >= MAX_STUCK:
-            raise LaneFailed(f"{MAX_STUCK} openings of {self._groups.name} lanes are stuck here already.")
+            raise LaneFailed(f"{MAX_STUCK} attempts to open a {self._groups.name} lane are already stuck here.")
 
     def open(self, stores: tuple[PairStore, PairStore], rank: int, host: str) -> Lane:
         return Lane(self._groups, self._launches, stores, rank, host)
@@ -177,4 +177,4 @@ def _next_frame(peer: Peer, until: float) -> Frame:
     except SeatLost as error:
         if deadline_in(0) < until:
             raise
-        raise LaneFailed(f"{peer.name} made no lane in time.") from error
+        raise LaneFailed(f"{peer.name} did not open its lane in time.") from error

@@ -156,12 +156,12 @@ class Opening:
     def _wait_confirmed(self) -> None:
         """Wait for the other end's note: it reads rows from its lane only once it has sent that."""
         if not self._confirmed.wait(max(0.0, self._until - deadline_in(0))) or self._cancelled.is_set():
-            raise LaneFailed(f"{self._peer.name} did not say that it has its lane.")
+            raise LaneFailed(f"{self._peer.name} did not confirm its lane.")
 
     def _fail(self, error: ExpertMeshError) -> None:
         self._problem = error
         if self._rank == EXPERTS:
-            log.warning("No lane to %s: %s", self._peer.name, error)
+            log.warning("no lane to %s: %s", self._peer.name, error)
             self._send_note("", b"", error)
 
 
@@ -172,7 +172,7 @@ def _prove(lane: Lane, until: float, broken: Callable[[], bool]) -> None:
     with lane.reading():
         came = lane.receive(torch.empty_like(shipment.rows), until, broken, first=True).cpu()
     if zlib.crc32(bytes_of(came)) != zlib.crc32(bytes_of(sent)):
-        raise LaneFailed("Other bytes came back over the lane than were sent.")
+        raise LaneFailed("The bytes that came back over the lane are not those that were sent.")
 
 
 def _echo(lane: Lane, until: float, broken: Callable[[], bool]) -> None:

@@ -70,7 +70,7 @@ class PairStore(Store):
         seconds = self._seconds if timeout is None else min(self._seconds, timeout.total_seconds())
         with self._changed:
             if not self._changed.wait_for(lambda: self._closed or self.check(keys), seconds) or self._closed:
-                raise SeatLost("The other end of a lane did not say how to reach it.")
+                raise SeatLost("The other end of a lane did not send its address.")
 
     def has_extended_api(self) -> bool:
         """Return False: torch then uses the methods above alone."""

@@ -115,7 +115,9 @@ def fetch(
         for _ in range(sum(map(len, shapes.values()))):
             message = _next_weights(peer, stopped)
             if shapes.get(message.layer, {}).get(message.name) != message.shape or message.name in found[message.layer]:
-                raise WireError(f"{peer.name} sent {message.name} {message.shape} of layer {message.layer} unasked.")
+                raise WireError(
+                    f"{peer.name} sent {message.name} {message.shape} of layer {message.layer} unrequested."
+                )
             found[message.layer][message.name] = tensor = _receive(peer, message, dtype, facts.lanes.device)
             take(message.layer, message.name, tensor)
         return found
@@ -128,10 +130,10 @@ def _next_weights(peer: Peer, stopped: Callable[[], bool]) -> Weights:
     while not stopped():
         frame = peer.receive(until)
         if frame.kind == Kind.FAILED:
-            raise CallFailed(f"{peer.name} gives no weights: {message_of(frame, Failed).message}")
+            raise CallFailed(f"{peer.name} sent no weights: {message_of(frame, Failed).message}")
         if frame.kind == Kind.WEIGHTS:
             return message_of(frame, Weights)
-    raise CallFailed("The loading was stopped.")
+    raise CallFailed("Loading was stopped.")
 
 
 def _receive(peer: Peer, message: Weights, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -132,7 +132,7 @@ class CudaMemory:
         if facts.size % self._granularity or not 0 <= facts.nonce_at <= facts.size - NONCE_BYTES:
             raise wrong_memory(facts)
         if facts.device == self._uuid and facts.process != os.getpid():
-            raise FabricError("The peer's memory is of this worker's own GPU, on which the two run alternately.")
+            raise FabricError("The peer is on this worker's own GPU, where the two run alternately.")
         self._enter()
         fd, allocation = fetch_fd(facts.server, facts.key), c_uint64()
         try:

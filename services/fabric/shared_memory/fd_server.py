@@ -73,9 +73,9 @@ def fetch_fd(name: str, key: bytes) -> int:
             connection.sendall(key)
             _, fds, _, _ = socket.recv_fds(connection, 1, 1)
         except (OSError, ValueError) as error:
-            raise FabricError(f"No memory is available from {name}: {error}.", hint=_HINT) from error
+            raise FabricError(f"Cannot get shared memory from {name}: {error}.", hint=_HINT) from error
     if not fds:
-        raise FabricError(f"{name} does not give out that memory (any more).")
+        raise FabricError(f"{name} no longer offers that memory.")
     return fds[0]
 
 

@@ -338,17 +338,17 @@ class SharedMemoryLink:
         self._failing_since = self._failing_since or now
         if now > self._failing_since + self._options.unavailable_s:
             raise ExpertUnavailable(
-                f"A step was run again for {self._options.unavailable_s:g} s and never in time.",
+                f"A step was repeated for {self._options.unavailable_s:g} s without finishing in time.",
                 hint="Try again when the expert workers are less busy.",
                 retry_after_s=self._options.unavailable_s,
             )
         until = now + self._options.quarantine_s
         for group, seat in chosen.seats.items():
             if seat.lost:
-                log.warning("%s was lost in a step, which runs again.", seat.link.name)
+                log.warning("lost %s during a step; running the step again", seat.link.name)
             elif failed & (1 << self._numbers[group]):
                 self._slow_until[seat] = until
-                log.warning("%s let a deadline pass; the step runs again.", seat.link.name)
+                log.warning("%s missed a step's deadline; running the step again", seat.link.name)
 
     def _on_lost(self, _seat: SharedSeat) -> None:
         self._control.abort()

@@ -106,10 +106,10 @@ def decode_handle(handle: bytes, kind: str) -> MemoryHandle:
     """
     facts = decoded(handle, MemoryHandle, "a memory handle")
     if facts.kind != kind:
-        raise FabricError(f"The peer's memory is of the kind {facts.kind!r}, not {kind!r}: rows go over tcp.")
+        raise FabricError(f"The peer's memory is of kind {facts.kind!r}, not {kind!r}.")
     return facts
 
 
 def wrong_memory(handle: MemoryHandle) -> FabricError:
     """Return the error to raise where memory has another nonce or size than its handle says."""
-    return FabricError(f"The memory that {handle.server} gave out does not belong to its handle.")
+    return FabricError(f"The memory from {handle.server} does not belong to its handle.")

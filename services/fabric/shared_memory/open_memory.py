@@ -39,5 +39,5 @@ def memory_for(choice: str, device: torch.device, *, colocated: bool = False) ->
     try:
         return CudaMemory(device, on_side_stream=colocated)
     except FabricError as error:
-        log.warning("Rows do not go through shared memory: %s", error)
+        log.warning("not using shared memory between workers: %s", error)
         return None

@@ -155,10 +155,10 @@ class SharedPeers:
         with self._changed:
             shared.inbox, shared.place, shared.colocated = inbox, reply.place, reply.colocated
             self._changed.notify_all()
-        log.info("%s shares memory", shared.link.name)
+        log.info("sharing memory with %s", shared.link.name)
 
     def _stay_on_tcp(self, seat: ConnectedSeat, problem: object) -> None:
-        log.warning("Rows of %s stay on tcp: %s", seat.name, problem)
+        log.warning("using TCP instead of shared memory with %s: %s", seat.name, problem)
         with self._changed:
             self._on_tcp |= {seat}
 

@@ -181,7 +181,9 @@ class SharedMemoryServer(ServerExtension):
         client, _ = self._prepared_steps(peer, "starts")
         assert client.body is not None
         if Shape(step.bucket, step.micro_batches) not in set(client.body.shapes):
-            raise WireError(f"{peer.name} starts a step of {step.micro_batches} x {step.bucket} rows.")
+            raise WireError(
+                f"{peer.name} started a step of {step.micro_batches} x {step.bucket} rows, which was not prepared."
+            )
         self._join_queue.begin(client, step)
 
     def _prepared_steps(self, peer: Peer, does: str) -> tuple[_Client, Steps]:
@@ -201,7 +203,7 @@ class SharedMemoryServer(ServerExtension):
         )
         with self._lock:
             if peer in self._clients:
-                raise WireError(f"{peer.name} asks for memory twice.")
+                raise WireError(f"{peer.name} asked for memory twice.")
             taken = {client.place for client in self._clients.values()}
             client = _Client(min(set(range(len(taken) + 1)) - taken), layout)
             self._clients[peer] = client
@@ -217,21 +219,23 @@ class SharedMemoryServer(ServerExtension):
                 reply = self._prepared(client, handle)
         except Exception as error:  # the thread's boundary: its rows go as without shared memory
             known = isinstance(error, ExpertMeshError | RuntimeError)
-            log.warning("Rows of %s stay on tcp: %s", peer.name, error, exc_info=None if known else error)
+            log.warning(
+                "using TCP instead of shared memory with %s: %s", peer.name, error, exc_info=None if known else error
+            )
             reply = ShareReply(problem=str(error)[:1000])
         with self._lock:
             gone = client.gone
         if gone:
             self._remove(peer, client)
             return
-        log.info("prepared for %s in %.2f s", peer.name, time.perf_counter() - began)
+        log.info("prepared shared memory for %s in %.2f s", peer.name, time.perf_counter() - began)
         peer.send(Kind.SHARE_REPLY, reply)
 
     def _prepared(self, client: _Client, handle: bytes) -> ShareReply:
         layout = client.layout
         if client.place >= self._limits.clients or layout.inbox_bytes > self._limits.bytes:
             return ShareReply(
-                problem=f"{layout.inbox_bytes} bytes for client {client.place} are more than is allowed here."
+                problem=f"Client {client.place} needs {layout.inbox_bytes} bytes, more than is allowed here."
             )
         client.answers = self._memory.open(handle)
         client.region = self._memory.share(layout.inbox_bytes)
@@ -244,14 +248,14 @@ class SharedMemoryServer(ServerExtension):
         """Raise FabricError where calls for so many members have too many rows."""
         rows = self._limits.join_rows
         if members * buckets(layout.rows)[0] > rows:
-            raise FabricError(f"Calls for {members} of them have more than {rows} rows.")
+            raise FabricError(f"Calls for {members} workers would have more than {rows} rows.")
         with side_stream(self._device, needed=self._colocated):
             body = JointStepBody(self._compute, self._layers, self._counts_LE, layout, members=members, rows=rows)
             return JointStep(body, wait_s=self._wait_s)
 
     def _remove(self, peer: Peer, client: _Client) -> None:
         if not self._join_queue.leave(client):
-            log.error("A call with rows of %s did not end; its memory stays.", peer.name)
+            log.error("a call with rows of %s did not end; its memory stays allocated", peer.name)
             self._never_closed.append((client.answers, client.region))
             client.answers = client.region = None
         if client.steps is not None:

@@ -258,7 +258,7 @@ class ThreadSteps:
                 if number == self._newest:  # whoever raises it later ends the waits of this step
                     self._body.run(shape)
             except Exception:  # the thread's boundary: the attention worker's deadline passes, other steps go on
-                log.exception("A step of %d rows failed.", shape.bucket)
+                log.exception("a step of %d rows failed", shape.bucket)
             finally:
                 with self._lock:
                     self._under_way -= 1

@@ -56,7 +56,7 @@ class ComputeLoop:
         try:
             call.answer(result)
         except Exception:  # the thread's boundary: other calls go on
-            log.exception("Answering a call of layer %d failed.", call.layer)
+            log.exception("failed to answer a call for layer %d", call.layer)
 
     def _results(self, calls: list[Call]) -> Sequence[Tensor | Exception]:
         began = time.perf_counter()
@@ -76,7 +76,7 @@ class ComputeLoop:
         except Exception as error:
             if len(calls) > 1:
                 return [result for call in calls for result in self._attempt([call])]
-            log.warning("Computing %d rows of layer %d failed.", calls[0].rows, calls[0].layer, exc_info=error)
+            log.warning("failed to compute %d rows of layer %d", calls[0].rows, calls[0].layer, exc_info=error)
             return [error]
 
     def _count_rows(self, call: Call) -> None:

@@ -61,7 +61,7 @@ def connect(seat: Seat, facts: Facts) -> tuple[Peer, Hello]:
         agreed = greet(stream, facts.secret, hello, until, spoken=facts.spoken)
         theirs = agreed.theirs
         if (theirs.seat, theirs.worker) != (seat.number, seat.worker):
-            raise SeatLost(f"{stream.name} is seat {theirs.seat} of worker {theirs.worker!r} by now.")
+            raise SeatLost(f"{stream.name} has become seat {theirs.seat} of worker {theirs.worker!r}.")
     except BaseException:
         stream.close()
         raise
@@ -85,4 +85,4 @@ def prove(peer: Peer, seconds: float) -> None:
         if frame.kind == Kind.LEAVING:
             raise SeatLeaving(f"{peer.name} is leaving.", hint="The routing table will follow.")
     if message_of(frame, Echo).crc != crc or zlib.crc32(bytes_of(frame.payload)) != crc:
-        raise WireError(f"{peer.name} sent back other bytes than it got.", hint="Is the network damaging data?")
+        raise WireError(f"{peer.name} sent back bytes that it was not sent.", hint="Is the network damaging data?")

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from services.errors import BadAnswer, CallFailed, ExpertMeshError, LaneFailed, SeatLeaving, SeatLost, WireError
+from services.fabric.faults import named
 from services.fabric.tcp.calls import Call, Connection
 from services.fabric.tcp.connect import Facts, connect, prove, seat_name
 from services.fabric.tcp.extension import ClientExtension, Transports
@@ -153,7 +154,7 @@ class SeatLink:
                 no_lane = isinstance(error, LaneFailed)
                 self._facts.faults.ended_by(error)
                 if not isinstance(error, ExpertMeshError | OSError):
-                    log.exception("The connection to %s failed.", self.name)
+                    log.exception("the connection to %s failed", self.name)
                 self._note_problem(self._typed(error))
             fine = self.connections > before and not no_lane
             backoff_s = _FIRST_BACKOFF_S if fine else min(2 * backoff_s, _MAX_BACKOFF_S)
@@ -171,7 +172,7 @@ class SeatLink:
             new = self.problem is None or self.problem.message != problem.message
             self.problem = problem
         if new and not self._stop.is_set():
-            log.warning("No connection to %s: %s", self.name, problem)
+            log.warning("%s", named(self.name, problem))
 
     def _converse(self) -> None:
         facts = self._facts
@@ -252,7 +253,7 @@ class SeatLink:
                 attempt.give_up(error)
             if self._lane_required:
                 raise
-            log.warning("Rows of %s go in frames: %s", self.name, error)
+            log.warning("sending rows over TCP: %s", error)
 
     def _take(self, connection: Connection, frame: Frame) -> None:
         self._maybe_open_lane(connection)
@@ -273,7 +274,7 @@ class SeatLink:
                 with self._changed:
                     self._close_if_retired(connection)
             case _ if self._extension is None or not self._extension.take(self, frame):
-                raise WireError(f"{self.name} sent {frame.kind.name}, which no attention worker takes.")
+                raise WireError(f"{self.name} sent {frame.kind.name}, which attention workers do not accept.")
 
     def _take_answer(self, connection: Connection, answer: Answer, payload: Tensor) -> None:
         hidden, dtype = self._facts.hello.hidden, DTYPES[self._facts.hello.dtype]
@@ -318,7 +319,7 @@ class SeatLink:
         with self._changed:
             self._connection = None
             for call in connection.calls.values():
-                call.outcome = SeatLost(f"{self.name} was lost: {error.message}")
+                call.outcome = SeatLost(named(self.name, error))
             connection.calls, connection.lost = {}, connection.calls
             self.outstanding_rows = 0
             if self._retire_by is not None:

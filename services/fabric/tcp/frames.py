@@ -187,9 +187,7 @@ def _checked(fixed: bytearray, limits: Limits, name: str, version: int) -> tuple
             f"{name} does not speak the fabric's protocol.", hint="Check the address and TLS on both sides."
         )
     if sent != version:
-        raise ProtocolMismatch(
-            f"{name} sent a frame of version {sent} of the fabric's protocol where version {version} belongs."
-        )
+        raise ProtocolMismatch(f"{name} sent a frame of version {sent} of the fabric's protocol instead of {version}.")
     if kind not in _KINDS:
         raise WireError(f"{name} sent a frame of the unknown kind {kind}.")
     if header_bytes > limits.header or payload_bytes > limits.payload:

@@ -188,7 +188,7 @@ def _read(stream: Stream, kind: Kind, message: type[M], until: float) -> M:
     if frame.kind == Kind.REFUSED:
         raise refusal(message_of(frame, Refused), stream.name) from _RefusedByPeer()
     if frame.kind != kind:
-        raise WireError(f"{stream.name} sent {frame.kind.name} where {kind.name} belongs.")
+        raise WireError(f"{stream.name} sent {frame.kind.name} instead of {kind.name}.")
     return message_of(frame, message)
 
 
@@ -212,8 +212,8 @@ def _agreed(mine: Hello, signed: bytes, name: str) -> Agreed:
     if version is None:
         raise ProtocolMismatch(
             f"{name} (release {theirs.package or 'unknown'}) speaks {theirs.versions} of the fabric's protocol, "
-            f"this worker (release {mine.package or 'unknown'}) {mine.versions}.",
-            hint="Upgrade by way of a release that speaks with both.",
+            f"and this worker (release {mine.package or 'unknown'}) {mine.versions}.",
+            hint="Upgrade through a release that speaks to both.",
         )
     _check_model(mine, theirs, name)
     return Agreed(theirs, version)
@@ -227,7 +227,7 @@ def _check_model(mine: Hello, theirs: Hello, name: str) -> None:
         )
     if mine.weights and theirs.weights and theirs.weights != mine.weights:
         raise FingerprintMismatch(
-            f"{name} (worker {theirs.worker!r}) serves other weights of an equal shape: {theirs.weights!r} there, "
+            f"{name} (worker {theirs.worker!r}) serves different weights of the same shape: {theirs.weights!r} there, "
             f"{mine.weights!r} here.",
             hint="Start attention and expert workers from the same model folder.",
         )

@@ -214,7 +214,7 @@ class TcpLink(CountedLink):
     def _adopt(self, table: RoutingTable) -> None:
         if table.fingerprint != self._facts.hello.fingerprint:
             raise FingerprintMismatch(
-                f"The routing table is of the model {table.fingerprint!r}, not {self._facts.hello.fingerprint!r}.",
+                f"The routing table is for the model {table.fingerprint!r}, not {self._facts.hello.fingerprint!r}.",
                 hint="Start attention and expert workers from the same model folder.",
             )
         assert table.group_of is not None  # raises where the table does not fit together

@@ -112,9 +112,9 @@ class Peer:
             SeatLost: they did not come, or there is no memory for them.
         """
         if self.lane is None:
-            raise WireError(f"{self.name} announced rows on a lane that there is not.")
+            raise WireError(f"{self.name} announced rows on a lane that does not exist.")
         if not 0 <= rows * hidden * dtype.itemsize <= self._limits.payload:
-            raise WireError(f"{self.name} announced {rows} rows on the lane.")
+            raise WireError(f"{self.name} announced {rows} rows on the lane, more than allowed.")
         try:
             with self.lane.reading():
                 into = torch.empty(rows, hidden, dtype=dtype, device=self.lane.device)
@@ -170,7 +170,7 @@ class Peer:
                 current.on_sent()
         except Exception as error:
             if not isinstance(error, FabricError):
-                log.exception("Sending failed.")
+                log.exception("sending to %s failed", self.name)
             assert current is not None
             current.on_sent()  # the thread that receives meets the same end, and reports it
         finally:

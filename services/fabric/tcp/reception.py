@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 
 from services.errors import ExpertMeshError, SeatFull, SeatLost
-from services.fabric.faults import CROWDED, Faults
+from services.fabric.faults import CROWDED, Faults, named
 from services.fabric.tcp.stream import shut_socket
 
 MAX_UNPROVEN = 64
@@ -68,13 +68,13 @@ class Reception:
             except (OSError, RuntimeError) as error:
                 if self._ended.wait(_RETRY_S):
                     return
-                log.warning("could not take a connection: %s", error)  # no descriptors or threads left, say
+                log.warning("cannot accept a connection: %s", error)  # no descriptors or threads left, say
 
     def prove(self, arrival: Arrival) -> None:
         """Note that ``arrival`` knows the secret, so that it never gives way. Raises SeatFull if there is no room."""
         with self._changed:
             if len(self._threads) - len(self._unproven) >= self._max_proven:
-                raise SeatFull(f"There are {self._max_proven} connections here already.", hint=_FULL)
+                raise SeatFull(f"There are already {self._max_proven} connections here.", hint=_FULL)
             self._unproven.pop(arrival, None)
             self._changed.notify_all()
 
@@ -117,7 +117,11 @@ class Reception:
                 return
             shut_socket(oldest.sock)
             if self.faults.note(CROWDED):
-                log.warning("%d connections have proven nothing: %s gives way", len(self._unproven), oldest.name)
+                log.warning(
+                    "%d connections have not authenticated; closing the oldest, of the %s",
+                    len(self._unproven),
+                    oldest.name,
+                )
             self._changed.wait_for(lambda: len(self._unproven) < self._max_unproven, _ENDS_S)
 
     def _serve(self, arrival: Arrival) -> None:
@@ -134,7 +138,7 @@ class Reception:
             log.log(logging.INFO if reported else logging.DEBUG, "%s", error)
         elif reported:
             known = isinstance(error, ExpertMeshError | OSError)
-            log.warning("The connection of %s ended: %s", arrival.name, error, exc_info=None if known else error)
+            log.warning("closed a connection: %s", named(arrival.name, error), exc_info=None if known else error)
 
     def _forget(self, arrival: Arrival) -> None:
         arrival.sock.close()

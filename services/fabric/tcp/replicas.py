@@ -145,7 +145,7 @@ class Seats:
 
     def _quarantine(self, link: SeatLink, error: ExpertMeshError) -> None:
         if time.monotonic() >= link.quarantined_until:
-            log.warning("No calls to %s for %g s: %s", link.name, self._quarantine_s, error)
+            log.warning("quarantined for %g s: %s", self._quarantine_s, error)
         link.quarantined_until = deadline_in(self._quarantine_s)
 
     def _choose(self, part: Part, now: float) -> SeatLink | None:
@@ -177,7 +177,7 @@ class Seats:
 
     def _send(self, part: Part, link: SeatLink) -> None:
         if part.call is not None and (late := part.sent_to) is not None:
-            part.problem = DeadlineExceeded(f"{late.name} gave no answer within {self._call_s:g} s.")
+            part.problem = DeadlineExceeded(f"{late.name} did not answer within {self._call_s:g} s.")
             self._quarantine(late, part.problem)
             part.again_at[late.seat.number, part.call.connection] = late.quarantined_until
             part.abandon()

@@ -167,7 +167,7 @@ class ExpertServer:
             work()
         except BaseException as error:  # the thread's boundary: the server's owner reads `failure`
             self.failure = error
-            log.critical("Seat %d serves no more.", self._hello.seat, exc_info=error)
+            log.critical("seat %d has stopped serving", self._hello.seat, exc_info=error)
             self._end_connections()
 
     def _converse(self, arrival: Arrival) -> None:
@@ -213,7 +213,7 @@ class ExpertServer:
         elif frame.kind == Kind.REFUSED:
             raise refusal(message_of(frame, Refused), peer.name)
         elif frame.kind != Kind.ALIVE and not any(extension.take(peer, frame) for extension in self._extensions):
-            raise WireError(f"{peer.name} sent {frame.kind.name}, which no expert worker takes.")
+            raise WireError(f"{peer.name} sent {frame.kind.name}, which expert workers do not accept.")
 
     def _dispatch(self, peer: Peer, frame: Frame) -> None:
         facts = message_of(frame, Dispatch)
@@ -221,7 +221,7 @@ class ExpertServer:
         came_RD = peer.receive_rows(facts.rows, hidden, dtype) if facts.lane else None
         x_RD, ids_RK, weights_RK = unpack_dispatch(frame, facts, hidden, dtype, came_RD)
         if not facts.reduced and len(x_RD) > 1 and x_RD.nbytes * facts.slots > self._limits.payload:
-            raise WireError(f"{peer.name} asks for more than {self._limits.payload} bytes of answers.")
+            raise WireError(f"{peer.name} asked for more than {self._limits.payload} bytes of answers.")
         if self._leaving:
             _fail(peer, facts.call, SeatLeaving(f"Seat {self._hello.seat} is leaving.", hint="Use another replica."))
             return
@@ -255,7 +255,7 @@ class ExpertServer:
 def _checked_echo(frame: Frame, name: str) -> Echo:
     """Decode an echo and bound its size: unlike answers, echoes that wait to be sent have no other bound."""
     if len(frame.payload) > ECHO_BYTES:
-        raise WireError(f"{name} wants {len(frame.payload)} bytes back; at most {ECHO_BYTES} are.")
+        raise WireError(f"{name} asked for an echo of {len(frame.payload)} bytes; at most {ECHO_BYTES} are allowed.")
     return message_of(frame, Echo)
 
 

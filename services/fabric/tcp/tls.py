@@ -57,7 +57,7 @@ def server_tls(cert: Path | None, key: Path | None) -> ServerTls | None:
     if cert is None and key is None:
         return None
     if cert is None or key is None:
-        raise ConfigError("A certificate without its key is no use, nor a key without its certificate.", hint=_BOTH)
+        raise ConfigError("A certificate needs its key, and a key its certificate.", hint=_BOTH)
     return ServerTls(cert, key)
 
 
@@ -86,9 +86,9 @@ class _Latest:
         try:
             self._context = self._make()
         except ConfigError as error:
-            log.warning("%s changed; what was read before stays in use: %s", names, error)
+            log.warning("%s changed but cannot be loaded; the previous version stays in use: %s", names, error)
         else:
-            log.info("%s changed and was read again", names)
+            log.info("%s changed; loaded the new version", names)
 
     def _stamps(self) -> list[_Stamp]:
         return [_stamp(file) for file in self._files]

@@ -96,13 +96,13 @@ def _decoded(text: str | bytes) -> Json:
     try:
         found: Json = json.loads(text)
     except ValueError as error:
-        raise KubernetesUnavailable(f"What answers is no API server: {text[:100]!r}") from error
+        raise KubernetesUnavailable(f"The answer is not that of an API server: {text[:100]!r}") from error
     return found
 
 
 def _refusal(status: int, text: str) -> KubernetesUnavailable:
     if status == _GONE:
-        return WatchExpired(f"The API server has forgotten what came since: {text}")
+        return WatchExpired(f"The API server no longer has the version to watch from: {text}")
     hint = {
         401: "The token is refused; it is read again.",
         403: "The service account may not get, list and watch StatefulSets, Deployments and, with --layout lockstep, "

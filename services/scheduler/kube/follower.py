@@ -108,7 +108,7 @@ class Follower:
             self._answered_at = self._clock()
         if self._away:
             self._away = False
-            log.info("%s: the API server of Kubernetes answers again", self._kind)
+            log.info("%s: the Kubernetes API server answers again", self._kind)
 
     def _failed(self, error: Exception) -> None:
         if self._stopped.is_set():
@@ -116,5 +116,5 @@ class Follower:
         if not self._away:
             self._away = True
             said = error.message if isinstance(error, KubernetesUnavailable) else repr(error)
-            log.warning("%s cannot be watched, replicas will not be known: %s", self._kind, said)
+            log.warning("cannot watch %s, so replica counts are unknown: %s", self._kind, said)
         self._stopped.wait(self._backoff.failed())

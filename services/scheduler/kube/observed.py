@@ -37,13 +37,13 @@ class Observed:
             self._since.pop(target, None)
             if target in self._said:
                 self._said.remove(target)
-                log.info("%s: Kubernetes has the replicas that are wanted again (%d)", target.name, found)
+                log.info("%s: the replicas set in Kubernetes (%d) match the desired number again", target.name, found)
             return
         since = self._since.setdefault(target, self._clock())
         if target not in self._said and self._clock() - since >= GRACE_S:
             self._said.add(target)
             log.warning(
-                "%s: %d replicas are wanted, and Kubernetes has had %d set for %.0f s: does KEDA run, does it reach "
-                "Prometheus, are its bounds others? See `kubectl describe scaledobjects`",
+                "%s: %d replicas are desired, but Kubernetes has been set to %d for %.0f s: check that KEDA runs, "
+                "reaches Prometheus and has the same bounds (`kubectl describe scaledobjects`)",
                 *(target.name, wanted, found, GRACE_S),
             )

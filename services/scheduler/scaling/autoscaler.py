@@ -105,7 +105,7 @@ class Autoscaler:
     def _log(self, before: Mapping[Target, int], now: Mapping[Target, int]) -> None:
         for target, wanted in now.items():
             if before.get(target) != wanted:
-                log.info("%s: %d replicas wanted (%s before)", target.name, wanted, before.get(target, "none"))
+                log.info("%s: desired replicas %d (were %s)", target.name, wanted, before.get(target, "none"))
 
 
 def _registered(reading: Reading, ranks: int) -> dict[Target, int]:

@@ -21,7 +21,7 @@ def test_the_length_is_what_the_blocks_hold(kv_blocks: int, asked: int | None, l
 
 
 def test_a_length_that_was_asked_for_and_does_not_fit_is_an_error_that_names_the_way_out() -> None:
-    with pytest.raises(ConfigError, match=r"--kv-memory-gib, or at most --max-model-len 320"):
+    with pytest.raises(ConfigError, match=r"--kv-memory-gib, or lower --max-model-len to at most 320"):
         capacity(kv_blocks=20, block_size=16, asked=401, max_position=512)
     with pytest.raises(ConfigError, match="512 positions"):
         capacity(kv_blocks=2000, block_size=16, asked=513, max_position=512)

@@ -56,6 +56,6 @@ async def test_a_lock_step_that_does_not_end_is_left_behind(
     go = threading.Event()
     await rank(monkeypatch, lambda: go.wait(20), ends)
     assert left_behind()
-    assert "threads of the lock-step are left behind" in caplog.text
+    assert "lock-step threads did not end" in caplog.text
     go.set()
     until(lambda: not left_behind(), "they end")

@@ -76,7 +76,7 @@ async def test_a_drain_says_which_attempts_are_handed_over(server: RedisServer, 
         [stream] = await client.submit([1], max_tokens=5000)
         await stream.first_token.wait()
         await worker.stop()
-    (over,) = said("handed an attempt over")
+    (over,) = said("handed over an attempt")
     assert fields(over, "sequence", "attempt", "levelname") == [stream.request.id, 1, "INFO"]
 
 
@@ -91,5 +91,5 @@ def test_a_failure_is_a_line_at_info_with_its_reason(said: Any) -> None:
 
 
 def test_attempts_have_a_line_each(said: Any) -> None:
-    log_attempts("gave an attempt up", {"a.1-0": 1, "b.2-0": 3})
+    log_attempts("gave up an attempt", {"a.1-0": 1, "b.2-0": 3})
     assert [fields(record, *IDS) for record in said("gave")] == [["a", "a.1-0", 1], ["b", "b.2-0", 3]]

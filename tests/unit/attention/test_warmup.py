@@ -55,7 +55,7 @@ def test_nothing_of_it_is_left(
     engine.warm_up()
     assert engine.stats() == before
     assert not engine.held()
-    assert "warmed up after" in caplog.text
+    assert "warmed up in" in caplog.text
     dummy = next(dummy_batches(engine._limits, 4096))[0].token_ids[:20]
     assert _answer(engine, dummy) == _answer(fresh, dummy)
     assert engine.stats().prefix_hit_tokens == fresh.stats().prefix_hit_tokens == 0
@@ -125,7 +125,7 @@ def test_where_experts_go_meanwhile_it_serves_once_they_are_back(
     link = Counted(tiny.link(), fails_at=40)
     engine = make_engine(link=link)
     engine.warm_up()
-    assert "warmed up in part only: Nobody has these experts." in caplog.text
+    assert "warm-up is incomplete: Nobody has these experts." in caplog.text
     assert not engine.has_work
     link.fails_at = None
     assert _answer(engine, [5, 9, 2]) == _answer(make_engine(), [5, 9, 2])

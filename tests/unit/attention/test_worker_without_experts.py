@@ -38,7 +38,7 @@ async def test_what_streams_goes_on_at_a_worker_that_has_experts(
     await complete(streams, 400)
     assert [[lost.reason for lost in stream.lost] for stream in streams] == [["experts unavailable"]] * len(streams)
     assert len(second.engine.added) == len(streams)
-    given_up = [vars(each) for each in caplog.records if each.getMessage().startswith("gave an attempt up")]
+    given_up = [vars(each) for each in caplog.records if each.getMessage().startswith("gave up an attempt")]
     assert sorted((line["sequence"], line["attempt"]) for line in given_up) == sorted(
         (s.request.id, 1) for s in streams
     )

@@ -16,14 +16,14 @@ def test_old_settings_name_the_new_ones(refused: Callable[..., str], where: str)
     lines = refused(*(f"{where}.{name}=1" for name in NAMES["settings"])).splitlines()
     rest = "(An option such as --max-num-seqs is max_num_seqs here.)"
     for name, now in NAMES["settings"].items():
-        assert f"{where}.{name} is no setting any more. {now} {rest}" in lines
+        assert f"{where}.{name} is no longer a setting. {now} {rest}" in lines
 
 
 def test_old_values_name_the_new_ones(refused: Callable[..., str]) -> None:
     chosen = (f"{name}={'{a: b}' if name.endswith('annotations') else 1}" for name in NAMES["values"])
     lines = refused(*chosen).splitlines()
     for name, now in NAMES["values"].items():
-        assert f"{name} is no value any more. {now}" in lines
+        assert f"{name} is no longer a value. {now}" in lines
 
 
 def test_values_of_an_earlier_chart_as_a_whole_name_the_way_to_take_this_ones(refused: Callable[..., str]) -> None:

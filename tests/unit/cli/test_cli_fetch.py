@@ -41,7 +41,7 @@ def test_another_file_than_its_digest_says_leaves_no_mark(source: Path, tmp_path
     with pytest.raises(CheckpointError, match="has SHA-256"):
         fetch(str(source), tmp_path / "model", {"model.safetensors": "0" * 64})
     assert not (tmp_path / "model" / MARK).exists()
-    with pytest.raises(CheckpointError, match="is not there"):
+    with pytest.raises(CheckpointError, match="is missing, but a digest"):
         fetch(str(source), tmp_path / "model", {"other": "0" * 64})
 
 
@@ -110,7 +110,7 @@ def test_files_that_nobody_fetched_are_not_mixed_in_and_not_removed(source: Path
     folder = tmp_path / "model"
     fetch(str(source), folder, {})
     (folder / "chat_template.jinja").write_text("mine")
-    with pytest.raises(CheckpointError, match=r"no fetch has put there: chat_template.jinja\. Remove"):
+    with pytest.raises(CheckpointError, match=r"nor fetched before: chat_template.jinja\. Remove"):
         fetch(str(other), folder, {})
     assert names(folder) == [*["chat_template.jinja"], *names(source)]
     assert (folder / MARK).exists(), "it is still whole"
@@ -145,7 +145,7 @@ def test_files_without_a_digest_are_named(source: Path, tmp_path: Path, caplog: 
     both = {"model.safetensors": DIGEST, "config.json": hashlib.sha256(b"{}").hexdigest()}
     fetch(str(source), tmp_path / "all", both)
     assert "digest was given" not in caplog.text
-    assert "names no commit" not in caplog.text
+    assert "is not pinned to a commit" not in caplog.text
 
 
 def test_mistakes_are_named(source: Path, tmp_path: Path) -> None:
@@ -177,15 +177,15 @@ def test_the_hubs_files_at_the_commit_that_a_branch_is_at(source: Path, tmp_path
     with hub("org/tiny", commit, files) as url:
         fetch(str(source), folder, {})
         said = fetched("hf://org/tiny@main")
-        moves = "names no commit, so it may be another checkpoint tomorrow; today it is"
+        moves = "is not pinned to a commit, so its contents may change; it is now at"
         assert f"hf://org/tiny@main {moves} {commit}" in said
         assert "no digest was given for 2 of 2 files: a/b.txt, config.json" in said
         assert names(folder) == ["a", "config.json"]
         assert not (folder / ".gitattributes").exists()
         assert (folder / "config.json").read_bytes() == b'{"hub": 1}'
         assert (folder / MARK).read_text() == "hf://org/tiny@main"
-        assert "is there already" in fetched("org/tiny@main"), "a bare id means the same"
-        assert "names no commit" not in fetched(f"org/tiny@{commit}")
+        assert "is already there" in fetched("org/tiny@main"), "a bare id means the same"
+        assert "is not pinned to a commit" not in fetched(f"org/tiny@{commit}")
     fetch(str(source), folder, {})
     assert names(folder) == ["a", *names(source)]
     assert not list((folder / "a").iterdir())

@@ -68,17 +68,17 @@ def test_the_gateway_says_how_many_keys_of_a_file_may_pass_others_by(
     caplog.set_level("INFO")
     keys(0, "create", "plain")
     FileKeys(file, warn=print)
-    assert "pass others by" not in caplog.text
+    assert "jump the queue" not in caplog.text
     keys(0, "create", "first", "--priority", "0")
     keys(0, "create", "second", "--priority", "4")
     FileKeys(file, warn=print)
-    assert "2 API keys may pass others by" in caplog.text
+    assert "2 API keys may jump the queue" in caplog.text
 
 
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["create", "alice"], "There is a key named 'alice' already."),
+        (["create", "alice"], "A key named 'alice' already exists."),
         (["create", "no spaces"], "Names are letters"),
         (["create", "eve", "--burst", "0"], "limits are above 0"),
         (["create"], "needs a name"),
@@ -130,7 +130,7 @@ async def test_keys_in_redis_are_those_the_gateway_reads(
     await kept(0, "limit", "carol", "--priority", "1")
     found = [await Authenticator(RedisKeys(redis, NAME)).identify(f"Bearer {secret}") for _ in range(2)]
     assert [(caller.tenant, caller.most_urgent) for caller in found] == [("carol", 1)] * 2
-    assert "API key carol may pass others by (priority 1)" in caplog.text
+    assert "API key carol may jump the queue (priority 1)" in caplog.text
     await kept(0, "revoke", "carol")
     assert await redis.hlen(NAME) == 0
 

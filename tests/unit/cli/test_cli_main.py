@@ -95,7 +95,7 @@ def test_serve_without_a_model_says_what_to_do() -> None:
     words = [sys.executable, "-m", "services", "--log-format", "text"]
     ran = subprocess.run(words, capture_output=True, text=True, check=False)
     assert ran.returncode == 2
-    assert "Give its folder with --model DIR, or ORG/NAME" in ran.stderr
+    assert "No model is given. Give a checkpoint's folder or ORG/NAME" in ran.stderr
     assert ran.stderr.count("\n") == 1
 
 

@@ -34,7 +34,7 @@ def test_it_prints_hashes_of_the_passwords_in_a_folder(run: Run, tmp_path: Path)
     ("words", "says"),
     [
         (["chef"], "There is no role 'chef'. Roles are gateway, scheduler"),
-        (["--redis-version", "new"], "'new' is no version of Redis"),
+        (["--redis-version", "new"], "'new' is not a Redis version"),
         (["experts", "--passwords", "{here}"], "Cannot read the password of experts"),
         (["gateway", "--passwords", "{here}"], "has fewer than 16 characters"),
         (["--namespace", "a b"], "--namespace is 'a b'"),

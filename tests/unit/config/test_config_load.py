@@ -147,8 +147,8 @@ def test_names_of_vllm_are_taken_where_they_mean_the_same() -> None:
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        (["--tensor-parallel-size", "2", "m"], "--tensor-parallel-size is no option here: layers and their tensors"),
-        (["-tp", "2"], "-tp is no option here: layers and their tensors"),
+        (["--tensor-parallel-size", "2", "m"], "--tensor-parallel-size is not an option here: layers and tensors"),
+        (["-tp", "2"], "-tp is not an option here: layers and tensors"),
         (["--gpu_memory_utilization=0.9"], "--kv-memory-gib X."),
         (["--enable-lora"], "LoRA adapters are not supported."),
         (["--no-enable-chunked-prefill"], "leave it out."),
@@ -181,7 +181,7 @@ def test_an_api_key_is_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
         assert _refusal("--api-key", key).endswith("expected 8 or more printable ASCII characters without spaces.")
     monkeypatch.setenv("EXPERTMESH_API_KEY", "sk-from-a-file\n")
     assert load_settings([]).api_key == "sk-from-a-file"
-    with pytest.raises(ConfigError, match="--auth off nobody is asked"):
+    with pytest.raises(ConfigError, match="--api-key has no effect with --auth off"):
         require(load_settings(["--auth", "off", "--workers", "1"]), None)
 
 
@@ -261,7 +261,7 @@ def test_a_role_takes_the_options_that_concern_it() -> None:
     settings = load_settings(["--model", "m", "--redis-url", "redis://h", "--max-num-seqs", "2"], role="attention")
     assert settings.max_num_seqs == 2
     message = _refusal("--redis-url", "redis://h", "--max-num-seqs", "2", role="scheduler")
-    assert message == "--max-num-seqs does not concern `expertmesh scheduler`. See `expertmesh scheduler --help`."
+    assert message == "--max-num-seqs does not apply to `expertmesh scheduler`. See `expertmesh scheduler --help`."
 
 
 def test_a_role_reads_past_what_concerns_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -351,7 +351,7 @@ def test_a_name_of_an_earlier_release_says_what_to_write_now(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     assert name not in Settings.model_fields
-    wanted = f"is no setting any more. {RENAMED[name]}"
+    wanted = f"is no longer a setting. {RENAMED[name]}"
     assert _refusal(option(name), "1") == f"{option(name)} {wanted}"
     assert _refusal("--config", _file(tmp_path, f"{name}: 1")).endswith(wanted)
     monkeypatch.setenv(f"EXPERTMESH_{name.upper()}", "1")
@@ -410,7 +410,7 @@ def test_the_url_may_be_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("EXPERTMESH_REDIS_URL", "redis://elsewhere")
     assert load_settings(["--redis-url-file", str(file)]).redis_url == "redis://u:hunter2@h:1/0"
     monkeypatch.setenv("EXPERTMESH_REDIS_URL_FILE", str(file))
-    with pytest.raises(ConfigError, match="EXPERTMESH_REDIS_URL and EXPERTMESH_REDIS_URL_FILE say twice"):
+    with pytest.raises(ConfigError, match="EXPERTMESH_REDIS_URL and EXPERTMESH_REDIS_URL_FILE both give the address"):
         load_settings([])
     monkeypatch.delenv("EXPERTMESH_REDIS_URL")
     settings = load_settings(["--redis-url", "redis://mine"])
@@ -459,7 +459,7 @@ def test_settings_that_follow_from_the_role_are_fixed() -> None:
     both = colocated(Settings(layout="lockstep", fabric_shared="host"))
     assert (both.layout, both.overlap, both.fabric_lane, both.fabric_shared) == ("colocated", "off", "tcp", "host")
     for asked in ({"overlap": "on"}, {"fabric_lane": "nccl"}, {"expert_slots": 4}):
-        with pytest.raises(ConfigError, match="cannot be with --layout colocated"):
+        with pytest.raises(ConfigError, match="cannot be combined with --layout colocated"):
             colocated(Settings(**asked))  # type: ignore[arg-type]
 
 
@@ -483,11 +483,11 @@ def _load(role: Any, argv: str) -> Settings:
     [
         ("attention", _RANKS, "--lockstep-address HOST:PORT"),
         ("attention", f"{_RANKS} --lockstep-address host", "--lockstep-address HOST:PORT"),
-        ("attention", f"{_MET} --workers 2 --rank 2", "no --rank 2 of --workers 2"),
+        ("attention", f"{_MET} --workers 2 --rank 2", "--rank 2 is out of range for --workers 2"),
         ("attention", f"{_MET} --workers 4 --expert-slices 3", "--expert-slices 3"),
-        ("attention", f"{_MET} --overlap on", "nothing to overlap with --layout lockstep"),
+        ("attention", f"{_MET} --overlap on", "has no effect with --layout lockstep"),
         ("attention", "--layout lockstep --lockstep-address host:1", "the secret that all ranks share"),
-        ("attention", "--overlap on", "nothing to overlap with --layout local"),
+        ("attention", "--overlap on", "has no effect with --layout local"),
         ("attention", f"{_REMOTE} --fabric-tls-ca ca --fabric-lane nccl", "--fabric-lane nccl cannot be encrypted"),
         ("experts", f"{_TLS} --fabric-lane nccl", "--fabric-lane nccl cannot be encrypted"),
         ("attention", f"{_REMOTE} --fabric-tls-name a.svc", "--fabric-tls-name .* not encrypted"),
@@ -496,22 +496,22 @@ def _load(role: Any, argv: str) -> Settings:
         ("scheduler", "--min-gateways 3 --max-gateways 2", "--min-gateways 3 is more than --max-gateways 2"),
         ("colocated", "", "needs the secret that attention and expert workers share"),
         *(
-            ("colocated", f"{_SECRET} {name} 1", f"{name} does not concern `expertmesh colocated`")
+            ("colocated", f"{_SECRET} {name} 1", f"{name} does not apply to `expertmesh colocated`")
             for name in ("--layout", "--workers", "--rank", "--overlap", "--fabric-lane")
         ),
         ("workers", "--workers 0", "There is no worker to start"),
         ("workers", f"{_SEPARATE} 0 --workers 0", "There is no worker to start"),
-        ("workers", f"{_SEATS} --expert-workers 1", "is given, but with --layout colocated there are none"),
-        ("workers", "--expert-workers 1", "Give --layout disaggregated, too"),
-        ("workers", "--expert-groups 1", "with --layout local experts are in no groups"),
-        ("workers", f"{_SEATS} --device cuda:1", "--device cuda:1 is one device for all workers"),
-        ("workers", f"{_SEATS} --fabric-lane nccl", "--fabric-lane nccl cannot be with --layout colocated"),
-        ("workers", f"{_SEATS} --overlap on", "--overlap on cannot be with --layout colocated"),
+        ("workers", f"{_SEATS} --expert-workers 1", "does not apply to --layout colocated, which has none"),
+        ("workers", "--expert-workers 1", "Add --layout disaggregated"),
+        ("workers", "--expert-groups 1", "does not apply to --layout local, which has no shard groups"),
+        ("workers", f"{_SEATS} --device cuda:1", "--device cuda:1 would put all workers on one device"),
+        ("workers", f"{_SEATS} --fabric-lane nccl", "--fabric-lane nccl cannot be combined with --layout colocated"),
+        ("workers", f"{_SEATS} --overlap on", "--overlap on cannot be combined with --layout colocated"),
         ("workers", f"{_SEATS} --metrics-port 65534", "--metrics-port 65534 leaves no room"),
         ("workers", f"{_SEPARATE} 3 --fabric-port 65534", "--fabric-port 65534 leaves no room"),
-        ("workers", f"{_SEPARATE} 1 --metrics-port 71 --fabric-port 73", "71 to 73 and seats on ports 73 to"),
-        ("workers", "--layout lockstep", "in lock-step are started one by one"),
-        ("workers", "--rank 1", "--rank does not concern"),
+        ("workers", f"{_SEPARATE} 1 --metrics-port 71 --fabric-port 73", "71 to 73 and seat ports 73 to"),
+        ("workers", "--layout lockstep", "have to be started one by one"),
+        ("workers", "--rank 1", "--rank does not apply to"),
         ("workers", "--layout disaggregated", "--fabric-secret-file"),
         ("workers", "--layout colocated", "--fabric-secret-file"),
     ],

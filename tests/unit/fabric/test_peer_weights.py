@@ -102,7 +102,7 @@ def worker(
 def test_an_honest_peers_weights_are_taken(worker: Joining, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         assert worker.holds_the_checkpoint()
-    assert "weights of group 0 came from seat 0" in caplog.text
+    assert "loaded the weights of group 0 from seat 0" in caplog.text
     assert worker.loader.faults.totals() == {}
 
 
@@ -135,7 +135,7 @@ def test_where_the_checkpoint_has_no_digests_nobody_is_asked(
     (folder / FILE).unlink()
     with caplog.at_level(logging.INFO):
         assert worker.holds_the_checkpoint()
-    assert "`expertmesh digests FOLDER` writes it" in caplog.text
+    assert "`expertmesh digests FOLDER` writes the file" in caplog.text
     assert not worker.source._reception._threads
     assert worker.loader.faults.totals() == {}
 

@@ -142,7 +142,9 @@ def test_a_text_is_not_tokenized_that_would_take_long_even_if_it_fits(most, monk
     fits = _fits(codec, most, monkeypatch)
     fits.check("a" * limit, "prompt")
     monkeypatch.setattr(codec, "encode", None)
-    with pytest.raises(ContextLengthExceeded, match=f"{limit + 1} characters; {limit} are the most") as refused:
+    with pytest.raises(
+        ContextLengthExceeded, match=f"{limit + 1} characters; the maximum for this context is {limit}"
+    ) as refused:
         fits.check("a" * (limit + 1), "messages")
     assert refused.value.param == "messages"
 

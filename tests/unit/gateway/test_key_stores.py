@@ -74,7 +74,7 @@ async def test_a_file_that_vanishes_shuts_everybody_out_after_a_grace(followed, 
     for _ in range(3):
         assert not await followed.knows("sk-a")
     assert len(followed.warnings) == 1
-    assert "gone or empty" in followed.warnings[0]
+    assert "missing, empty or unreadable" in followed.warnings[0]
     assert (await followed.keys.usable(), followed.usable) == (False, [1, 0])
     followed.write("sk-a", "sk-b")
     assert await followed.knows("sk-a")

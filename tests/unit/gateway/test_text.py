@@ -190,7 +190,7 @@ FAILS_ON_ALL = {"type": "FixedLength", "length": 0}
         ({"pre_tokenizer": FAILS_ON_ALL}, "cannot be used"),
         ({"model": {"type": "BPE", "vocab": {"a": 2**32 - 1}, "merges": []}}, "4,294,967,295"),
         ({"post_processor": {"type": "BertProcessing", "sep": ["x", 2**32 - 1], "cls": ["y", 1]}}, "4,294,967,295"),
-        ({"_MAX_ADDED": 1}, "2 added tokens; 1 are the most"),
+        ({"_MAX_ADDED": 1}, "2 added tokens; the maximum is 1"),
         ({"_MAX_FILE_BYTES": 1000}, "more than 1,000 bytes"),
     ],
     ids=["panic", "panic on any text", "id", "id of a template", "added tokens", "size"],

@@ -232,7 +232,7 @@ def test_a_template_may_refuse_a_conversation_without_words(chatml):
 
 def test_stand_ins_run_out_with_an_error():
     stand_ins = StandIns("")
-    with pytest.raises(InvalidRequest, match="private use"):
+    with pytest.raises(InvalidRequest, match="private-use characters"):
         list(map(stand_ins.hide, map(str, range(70_000))))
 
 

@@ -22,7 +22,7 @@ def test_each_worker_has_the_gpu_of_its_number_and_sharing_one_is_logged(caplog:
     assert torch_device(name) == torch.device("cuda:0")
     assert not caplog.messages
     assert torch_device(f"{name}:3") == torch.device("cuda:1")
-    assert caplog.messages == ["GPU 3 is asked for, of 2: GPU 1 has more than one worker"]
+    assert caplog.messages == ["GPU 3 does not exist (there are 2); GPU 1 is shared by several workers"]
 
 
 @pytest.mark.usefixtures("two_gpus")

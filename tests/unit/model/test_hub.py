@@ -131,9 +131,9 @@ def test_a_model_without_safetensors_is_refused(use: Use) -> None:
     ("name", "says", "token"),
     [
         ("org/gated-403", "accepted its terms. Accept them at http.*org/gated-403", True),
-        ("org/private-401", "no folder org/private-401 here, and the hub shows this user no model", True),
+        ("org/private-401", "neither a folder org/private-401 here nor a model of that name", True),
         ("org/tiny@v-404", "org/tiny has no revision v-404", False),
-        ("org/ill-500", "answers org/ill-500 with status 500", False),
+        ("org/ill-500", "answered the request for org/ill-500 with status 500", False),
     ],
 )
 def test_each_refusal_says_what_to_do(use: Use, name: str, says: str, token: bool) -> None:
@@ -165,7 +165,7 @@ def test_a_folder_of_that_name_wins(use: Use, tmp_path: Path) -> None:
     use("http://hub.invalid")
     (tmp_path / "org/tiny").mkdir(parents=True)
     assert with_checkpoint(_settings()) == _settings()
-    with pytest.raises(ConfigError, match="--revision v1 is of a model on the hub"):
+    with pytest.raises(ConfigError, match="--revision v1 needs a model of the hub"):
         with_checkpoint(_settings(revision="v1"))
     with pytest.raises(ConfigError, match="both name a revision"):
         with_checkpoint(_settings("org/other@v1", revision="v2"))
@@ -179,5 +179,5 @@ def test_a_download_is_logged_where_there_is_no_terminal(
     with hub("org/tiny", COMMIT, _files()) as url:
         use(url)
         with_checkpoint(_settings())
-    assert "downloading org/tiny: 0.0 GB are there" in caplog.text
-    assert f"org/tiny is in {Path.cwd()}" in caplog.text
+    assert "downloading org/tiny: 0.0 GB so far" in caplog.text
+    assert f"using org/tiny from {Path.cwd()}" in caplog.text

@@ -178,5 +178,5 @@ def test_folder_and_file_problems(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="cannot be read as JSON"):
         load_spec(tmp_path)
     (tmp_path / "config.json").write_text("[1]")
-    with pytest.raises(CheckpointError, match="no JSON object"):
+    with pytest.raises(CheckpointError, match="not a JSON object"):
         load_spec(tmp_path)

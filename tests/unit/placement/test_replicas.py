@@ -55,7 +55,7 @@ def test_seats_are_assigned(
 
 
 def test_too_few_seats_or_one_without_capacity_are_refused() -> None:
-    with pytest.raises(NotReady, match=r"3 shard groups have only 2 expert workers\. Start more"):
+    with pytest.raises(NotReady, match=r"2 expert workers are too few for 3 shard groups\. Start more"):
         assign_seats([[1, 1, 1]], [1, 1])
     with pytest.raises(ConfigError, match="not above 0"):
         assign_seats([[1]], [0])

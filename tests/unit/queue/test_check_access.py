@@ -30,7 +30,7 @@ async def test_one_that_refuses_the_password_ends_the_role(url: str) -> None:
     with running_redis(str(find_redis_server())) as server:
         owner = connect(server.url)
         await owner.config_set("requirepass", "the right one")
-        with pytest.raises(ConfigError, match="refuses the credentials"):
+        with pytest.raises(ConfigError, match="rejects the credentials"):
             await _checked(url.format(url=server.url))
         await owner.aclose()
 

@@ -26,13 +26,13 @@ def test_a_mended_version_is_fine(version: str) -> None:
         ("7.4.9", "7.4.10"),
         ("8.2.7", "8.2.8"),
         ("8.8.0", "8.8.1"),
-        ("7.0.15", "a line that is still maintained"),
-        ("8.0.6", "a line that is still maintained"),
+        ("7.0.15", "a release line that is still maintained"),
+        ("8.0.6", "a release line that is still maintained"),
     ],
 )
 def test_an_older_one_is_named_with_its_cure(version: str, cure: str) -> None:
     said = known_faults(_info(version))
-    assert said.startswith(f"Redis {version} has known faults")
+    assert said.startswith(f"Redis {version} has known vulnerabilities")
     assert f"Upgrade to {cure}, unless" in said
 
 

@@ -79,7 +79,7 @@ def test_a_seat_gets_no_group_that_it_has_no_room_for(caplog: pytest.LogCaptureF
     shortage.note(small, uneven)
     shortage.note(small, uneven)
     assert [record.getMessage() for record in caplog.records] == [
-        "no expert worker has room for the 6 experts of a layer in group 0: raise --expert-capacity or --expert-groups"
+        "no expert worker has room for shard group 0 (6 experts of a layer): raise --expert-capacity or --expert-groups"
     ]
 
 
@@ -91,10 +91,10 @@ def test_a_seat_that_there_is_no_group_for_holds_up_nobody(caplog: pytest.LogCap
     shortage = Shortage()
     for _ in range(2):
         shortage.note([*serving, lost, seat(4, wish=7)], GROUPS)
-    said = [record.getMessage().partition(":")[0] for record in caplog.records]
+    said = [record.getMessage().partition(", so ")[0] for record in caplog.records]
     assert said == [
-        "seat 3 has room for none of the 2 groups",
-        "seat 4 asks for group 7, which is none or has room for none of the 2 groups",
+        "seat 3 cannot hold any of the 2 shard groups",
+        "seat 4 cannot hold shard group 7, which it asks for",
     ]
 
 
@@ -316,7 +316,7 @@ async def test_another_number_of_groups_than_was_asked_for_is_said_once(caplog: 
     await placement.turn(1)
     await placement.turn(1)
     [said] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert said.startswith("the experts are in 2 shard groups, and --expert-groups asks for 4")
+    assert said.startswith("keeping the 2 shard groups in use although --expert-groups asks for 4")
 
 
 async def test_what_something_else_is_about_to_end_is_out_of_the_next_table_until_that_thinks_better_of_it() -> None:

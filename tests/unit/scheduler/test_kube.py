@@ -312,6 +312,8 @@ def test_a_wanted_count_that_nobody_sets_is_said_once_and_so_is_its_end(caplog: 
         now[0] = second
         observed.note({EXPERTS: wanted, Target("gateway"): 1}, {EXPERTS: Replicas(wanted=found, ready=1)})
         assert [record.levelname for record in caplog.records] == (["WARNING"] if second >= 176 else [])
-    assert caplog.records[0].getMessage().startswith("experts/0: 3 replicas are wanted, and Kubernetes has had 1")
+    assert (
+        caplog.records[0].getMessage().startswith("experts/0: 3 replicas are desired, but Kubernetes has been set to 1")
+    )
     observed.note({EXPERTS: 3}, {EXPERTS: Replicas(wanted=3, ready=1)})
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]

@@ -51,7 +51,7 @@ async def test_assignments_and_lost_attempts_are_logged_with_their_ids(
         assert fields(first, *IDS, "worker", "levelname") == [*ids_of(stream, 1), workers[0], "DEBUG"]
         assert fields(second, *IDS, "worker", "levelname") == [*ids_of(stream, 2), workers[1], "INFO"]
         assert all(record.queue_ms >= 0 for record in (first, second))
-        (lost,), (dead,) = said("lost an attempt"), said("ended a request: its attempts failed too often")
+        (lost,), (dead,) = said("lost an attempt"), said("ended a request: too many attempts failed")
         assert fields(lost, *IDS, "worker", "levelname") == [*ids_of(stream, 1), workers[0], "INFO"]
         assert fields(dead, *IDS, "worker", "levelname") == [*ids_of(stream, 2), workers[1], "INFO"]
 

@@ -95,9 +95,9 @@ MOUNT = 'MountVolume.SetUp failed for volume "keys" : secret "mine" not found'
     [
         (
             CRASHES,
-            ended(2, "Error", message="Redis refuses the credentials: WRONGPASS.\n"),
+            ended(2, "Error", message="Redis rejects the credentials: WRONGPASS.\n"),
             "",
-            "CrashLoopBackOff: Error, code 2: Redis refuses the credentials: WRONGPASS.",
+            "CrashLoopBackOff: Error, code 2: Redis rejects the credentials: WRONGPASS.",
         ),
         (waits("ImagePullBackOff", message="not found"), {}, "", "ImagePullBackOff: not found"),
         (waits("ContainerCreating"), {}, MOUNT, f"ContainerCreating: FailedMount: {MOUNT}"),

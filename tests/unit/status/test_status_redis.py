@@ -131,7 +131,7 @@ async def test_a_redis_with_known_faults_is_a_trouble(alone: Any) -> None:
         await Deployment(redis).up()
         await redis.aclose()
         said = await alone(0, url=f"redis://127.0.0.1:{port}")
-    assert "troubles: Redis 6.2.14 has known faults" in said.out
+    assert "troubles: Redis 6.2.14 has known vulnerabilities" in said.out
 
 
 async def test_both_are_asked_and_both_must_agree(

@@ -34,7 +34,7 @@ def _preflight(folder: Path, gpus: Gpus = NONE, **values: Any) -> Preview:
 @pytest.mark.parametrize(
     ("values", "says"),
     [
-        ({"max_model_len": 100_000}, "--max-model-len 100000 is more than the"),
+        ({"max_model_len": 100_000}, "--max-model-len 100000 exceeds the"),
         ({"max_model_len": 17, "kv_blocks": 1}, "--max-model-len 17 does not fit"),
         ({"kv_memory_gib": 1e-6}, "--kv-memory-gib 1e-06 is less than one KV block"),
         ({"device": "cuda"}, "--device cuda cannot be used: the driver finds no GPU. Try --device cpu or auto."),
@@ -49,7 +49,7 @@ def test_what_the_roles_would_refuse_is_refused_at_once(folder: Path, values: di
 
 
 def test_more_workers_than_gpus_are_refused_unless_they_may_share(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="4 workers need as many GPUs, and 2 are here"):
+    with pytest.raises(ConfigError, match="4 workers need as many GPUs, and there are 2"):
         _preflight(folder, TWO, layout="disaggregated", expert_workers=3, device="cuda")
     for values in ({"device": "auto"}, {"device": "cpu"}, {"expert_workers": 1, "device": "cuda"}):
         _preflight(folder, TWO, **({"layout": "disaggregated", "expert_workers": 3} | values))
@@ -83,8 +83,8 @@ def test_sizes_are_those_of_the_model(folder: Path) -> None:
     assert (found.room.kv_tokens, found.dtype) == (160, "float32")
     text = "\n".join(found.lines())
     assert "device cpu, float32" in text
-    assert "160 tokens; up to 3 requests" in text
-    assert "longest prompt plus answer: 32 tokens; 5 of that length fit" in text
+    assert "160 tokens; up to 3 requests per batch" in text
+    assert "longest context: 32 tokens (prompt and answer); the KV cache holds 5 of these" in text
 
 
 def test_it_agrees_with_the_engine_on_the_kv_cache(folder: Path) -> None:
@@ -109,7 +109,7 @@ def test_serve_refuses_within_a_second_of_its_imports_and_starts_nothing(folder:
     command = [sys.executable, "-m", "services", "serve", str(folder), "--port", "0", *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == ConfigError.exit_code
-    assert "--max-model-len 100000 is more than" in done.stderr
+    assert "--max-model-len 100000 exceeds" in done.stderr
     assert "Redis" not in done.stdout + done.stderr
 
 

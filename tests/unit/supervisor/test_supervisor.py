@@ -188,8 +188,8 @@ async def test_a_role_that_cannot_start_ends_the_server_with_its_code(home: Path
 async def test_a_failure_at_the_end_is_logged(home: Path, caplog: pytest.LogCaptureFixture) -> None:
     (home / "attention.last").write_text("70")
     assert await _run(_until_started(home, 3)) == 0
-    logged = [line for line in caplog.messages if "stopped, but" in line]
-    assert logged == ["attention was stopped, but ended with exit code 70"]
+    logged = [line for line in caplog.messages if "asked to stop, but" in line]
+    assert logged == ["attention was asked to stop, but ended with exit code 70"]
 
 
 @pytest.mark.parametrize(
@@ -284,15 +284,18 @@ async def test_expert_workers_are_stopped_together(home: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        ({"layout": "colocated", "workers": 0}, "Without an attention worker nothing is served"),
-        ({"layout": "colocated", "workers": 2, "expert_groups": 3}, "--expert-groups 3 are more than the 2 seats"),
-        ({"layout": "colocated", "workers": 2, "overlap": "on"}, "--overlap on cannot be with --layout colocated"),
-        ({"layout": "colocated", "workers": 2, "expert_slices": 2}, "--expert-slices 2 cannot be"),
-        ({"layout": "colocated", "expert_workers": 2}, "--expert-workers 2 is given, but with --layout colocated"),
-        ({"expert_workers": 2}, "--layout local there are none. Give --layout disaggregated, too"),
-        ({"layout": "disaggregated", "expert_workers": 0}, "Without an expert worker nothing is served"),
-        ({"layout": "lockstep", "expert_groups": 2}, "with --layout lockstep experts are in no groups"),
-        ({"model": None}, "--model DIR"),
+        ({"layout": "colocated", "workers": 0}, "At least one attention worker is needed"),
+        ({"layout": "colocated", "workers": 2, "expert_groups": 3}, "--expert-groups 3 exceeds the 2 seats"),
+        (
+            {"layout": "colocated", "workers": 2, "overlap": "on"},
+            "--overlap on cannot be combined with --layout colocated",
+        ),
+        ({"layout": "colocated", "workers": 2, "expert_slices": 2}, "--expert-slices 2 cannot be combined"),
+        ({"layout": "colocated", "expert_workers": 2}, "--expert-workers 2 does not apply to --layout colocated"),
+        ({"expert_workers": 2}, "--layout local, which has none. Add --layout disaggregated"),
+        ({"layout": "disaggregated", "expert_workers": 0}, "At least one expert worker is needed"),
+        ({"layout": "lockstep", "expert_groups": 2}, "does not apply to --layout lockstep, which has no shard groups"),
+        ({"model": None}, "No model is given"),
     ],
 )
 async def test_what_cannot_be_is_refused_before_anything_starts(
@@ -306,7 +309,7 @@ async def test_what_cannot_be_is_refused_before_anything_starts(
 async def test_what_cannot_work_here_is_refused_before_anything_starts(home: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(PortInUse, match=f"Port {port} on 127.0.0.1 is taken.*--port N"):
+        with pytest.raises(PortInUse, match=f"Port {port} on 127.0.0.1 is in use.*--port N"):
             await _supervisor(port=port).run(asyncio.Event())
     with pytest.raises(CheckpointError):
         await Supervisor(Settings(model=home / "none")).run(asyncio.Event())

@@ -99,7 +99,7 @@ class JoinQueue:
             group, pending, now = self._of(client), PendingStep(client, step), time.monotonic()
             self._drop(group, client)
             if not self._parted(group, client):
-                raise WireError(f"A step of client {client.place} cannot begin: a call with its rows did not end.")
+                raise WireError(f"A step of client {client.place} cannot start: a call with its rows has not ended.")
             awaited = client.place in group.awaited
             group.awaited.discard(client.place)
             may_join = group.joint_steps and step.whole and step.micro_batches == 1
@@ -117,7 +117,9 @@ class JoinQueue:
             for joint_step in group.joint_steps:
                 if joint_step.was_late(client):
                     seconds = group.policy.failed(client.place, time.monotonic())
-                    log.warning("Client %d was late in a step with others: alone for %g s.", client.place, seconds)
+                    log.warning(
+                        "client %d was late in a joint step; its steps run alone for %g s", client.place, seconds
+                    )
                 joint_step.leave_out(client)
             give_up()
             self._begin_held(group)
@@ -154,7 +156,7 @@ class JoinQueue:
     def _of(self, client: Client) -> _LayoutGroup:
         group = self._groups.get(client.layout)
         if group is None or client not in group.clients:
-            raise WireError(f"Client {client.place} begins or stops a step before its steps are prepared.")
+            raise WireError(f"Client {client.place} started or stopped a step before its steps were prepared.")
         return group
 
     def _hold(self, group: _LayoutGroup, pending: PendingStep, now: float, *, awaited: bool) -> bool:
@@ -182,7 +184,7 @@ class JoinQueue:
             try:
                 self._start(group, joint_step, left[:size])
             except Exception:  # other steps go on; these miss their deadlines, and their clients begin them again
-                log.exception("%d steps could not begin.", size)
+                log.exception("cannot start %d steps", size)
             left = left[size:]
 
     def _start(self, group: _LayoutGroup, joint_step: JointStep | None, steps: Sequence[PendingStep]) -> None:
@@ -221,9 +223,9 @@ class JoinQueue:
             try:
                 joint_step = self._make(layout, members)
             except (ExpertMeshError, RuntimeError) as error:
-                log.warning("Steps of %d attention workers cannot run as one: %s", members, error)
+                log.warning("cannot run joint steps of %d attention workers: %s", members, error)
             except Exception:  # the thread's boundary: steps run alone, other joint steps are made
-                log.exception("Steps of %d attention workers cannot run as one.", members)
+                log.exception("cannot run joint steps of %d attention workers", members)
             with self._changed:
                 group = self._groups.get(layout)
                 if group is None or self._closed:

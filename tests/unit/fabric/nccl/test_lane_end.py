@@ -92,7 +92,7 @@ def test_an_aborted_lane_refuses_to_send_and_to_receive(groups: Groups) -> None:
         lambda: lane.post(shipment, alive, first=True),
         lambda: lane.receive(torch.empty(2), deadline_in(), alive),
     ):
-        with pytest.raises(SeatLost, match="was ended"):
+        with pytest.raises(SeatLost, match="was closed"):
             use()
     assert groups.launched == 0
 
@@ -103,9 +103,9 @@ def test_a_transfer_that_ends_because_of_the_abort_does_not_count_as_through(gro
         receiving = pool.submit(lane.receive, into, deadline_in(), alive)
         lane.post(lane.pack(torch.ones(2)), alive)
         lane.abort()
-        with pytest.raises(SeatLost, match="was ended"):
+        with pytest.raises(SeatLost, match="was closed"):
             lane.finish(deadline_in(), alive)
-        with pytest.raises(SeatLost, match=r"^The lane was ended\.$"):
+        with pytest.raises(SeatLost, match=r"^The lane was closed\.$"):
             receiving.result(LONG_S)
 
 

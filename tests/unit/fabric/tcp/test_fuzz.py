@@ -419,5 +419,5 @@ def test_what_a_rank_says_of_itself_is_read_or_refused(data: bytes) -> None:
 
 
 def test_a_handle_of_another_kind_keeps_rows_on_tcp() -> None:
-    with pytest.raises(FabricError, match="of the kind 'cuda', not 'host'"):
+    with pytest.raises(FabricError, match="of kind 'cuda', not 'host'"):
         decode_handle(msgspec.msgpack.encode(msgspec.structs.replace(HANDLE, kind="cuda")), "host")

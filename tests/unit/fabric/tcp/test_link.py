@@ -335,7 +335,15 @@ def test_experts_that_a_seat_does_not_hold_are_an_error(served: Serve) -> None:
 
 
 def quarantine_lines(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.getMessage().startswith("No calls to")]
+    return [record.getMessage() for record in caplog.records if record.getMessage().startswith("quarantined for")]
+
+
+def test_a_line_about_a_broken_connection_names_the_seat_once(served: Serve, caplog: pytest.LogCaptureFixture) -> None:
+    server = served()
+    with caplog.at_level(logging.WARNING), linked(table_at(server)):
+        server.close()
+        until(lambda: caplog.messages)
+    assert [said.count("seat 0 ") for said in caplog.messages] == [1] * len(caplog.messages)
 
 
 def test_nan_of_one_replica_is_its_own(served: Serve, caplog: pytest.LogCaptureFixture) -> None:
@@ -472,9 +480,9 @@ def test_older_tables_change_nothing_and_other_models_are_refused(served: Serve)
 @pytest.mark.parametrize(
     ("serving", "lane", "message"),
     [
-        ({"seat": 7}, "", "is seat 7 of worker"),
+        ({"seat": 7}, "", "has become seat 7 of worker"),
         ({"secret": b"another"}, "", "does not know this cluster's secret"),
-        ({}, "gloo", "can have no gloo lane: it offers none"),
+        ({}, "gloo", "There can be no gloo lane to .*: it offers none"),
     ],
     ids=["another worker at the address", "another secret", "no lane"],
 )

@@ -270,7 +270,7 @@ def test_who_was_late_is_reported_to_the_policy(scene: Scene, monkeypatch: pytes
 def test_a_client_whose_memory_is_still_in_use_begins_nothing(scene: Scene) -> None:
     clients = scene.enter(7, 8)
     scene.joint_steps[2].stuck = True
-    with pytest.raises(WireError, match="client 7 cannot begin"):
+    with pytest.raises(WireError, match="client 7 cannot start"):
         scene.begin(clients[0])
     assert clients[0].begun == 0
     assert not scene.join_queue.leave(clients[0])
@@ -279,7 +279,7 @@ def test_a_client_whose_memory_is_still_in_use_begins_nothing(scene: Scene) -> N
 def test_who_has_not_entered_begins_and_stops_nothing(scene: Scene) -> None:
     scene.enter(0)
     unknown = Fake(1)
-    with pytest.raises(WireError, match="Client 1 begins or stops a step before"):
+    with pytest.raises(WireError, match="Client 1 started or stopped a step before"):
         scene.begin(unknown)
     with pytest.raises(WireError):
         scene.join_queue.stop(unknown, unknown.give_up)
