@@ -17,6 +17,7 @@ def as_json(status: Status) -> str:
         {
             "servable": status.servable,
             "asleep": status.asleep,
+            "server": status.server or None,
             "missing": [_one_line(text) for text in status.missing],
             "troubles": [_one_line(text) for text in status.troubles],
             "notes": list(status.notes),
@@ -44,7 +45,9 @@ def _lines(status: Status) -> Iterator[str]:
 
 
 def _headline(status: Status) -> str:
-    name = f"{status.release.name} in namespace {status.release.namespace}" if status.release else "The deployment"
+    name = status.server or "The deployment"
+    if status.release:
+        name = f"{status.release.name} in namespace {status.release.namespace}"
     if not status.servable:
         return f"{name} cannot serve its model."
     return f"{name} is asleep; a request wakes it." if status.asleep else f"{name} serves its model."

@@ -22,9 +22,10 @@ from services.gateway.exposition import Siblings, parse_upstreams
 from services.metrics import MachineMetrics
 from services.model.hub import with_checkpoint
 from services.runtime import MetricsServer, configure_logging, run_process
+from services.runtime.run_folder import RunFolder
 from services.supervisor.child import Outlook
 from services.supervisor.children import MODULES, Children
-from services.supervisor.handover import RunFolder, base_url, held, held_ports
+from services.supervisor.handover import base_url, held, held_ports
 from services.supervisor.notices import Notices
 from services.supervisor.policy import RestartPolicy
 from services.supervisor.preflight import preflight

@@ -12,9 +12,10 @@ from contextlib import suppress
 from rich.console import Console
 from rich.live import Live
 
-from services.config import OptionParser, layer, parse_options
+from services.config import OptionParser, parse_options
 from services.errors import ConfigError
 from services.queue.connect import connect
+from services.runtime.local_servers import with_local_server
 from services.top.frame import frame
 from services.top.readings import Reader, Reading
 from services.top.view import view
@@ -85,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Return the exit code: 0, or 1 where one frame was asked for and Redis was away.
 
     Raises:
-        ConfigError: an option is wrong or ``--redis-url`` is missing.
+        ConfigError: an option is wrong, or nothing says which deployment.
     """
     parser = OptionParser("expertmesh top", "Queue, workers, seats and load of a running deployment.")
     parser.add_argument(
@@ -97,9 +98,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = parse_options(parser, sys.argv[1:] if argv is None else argv, ["redis_url", "redis_url_file", "namespace"])
     if not 0.1 <= given["interval"] <= 3600:
         raise ConfigError("--interval is at least 0.1 and at most 3600 seconds.")
-    settings = layer(given).settings
+    settings, _ = with_local_server(given)
     if settings.redis_url is None:
-        raise ConfigError("Which deployment?", hint="Give its Redis with --redis-url; `serve` logs it as it starts.")
+        raise ConfigError("Which deployment?", hint="No server runs on this machine: give its Redis with --redis-url.")
     return asyncio.run(_run(settings.redis_url, settings.namespace, given["interval"], once=given["once"]))
 
 

@@ -146,6 +146,7 @@ def test_a_worker_that_listens_everywhere_is_asked_at_its_host() -> None:
 
 
 @pytest.mark.parametrize("argv", [["--interval", "0"], [], ["--interval", "soon"]])
+@pytest.mark.usefixtures("temporary")
 def test_wrong_options_are_refused(argv: list[str]) -> None:
     with pytest.raises(ConfigError):
         main(argv)
