@@ -206,7 +206,8 @@ InboxMessage = Assign | Cancel
 
 
 class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """Registration of an attention worker. Ids are incarnations, never reused."""
+    """Registration of an attention worker. Ids are incarnations, never reused. ``process`` is the name that the process
+    has in its logs and in metrics, such as attention-1, if a supervisor gave it one."""
 
     id: str
     model: str
@@ -220,6 +221,12 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     metrics_url: str | None = None
     wire: int = OLDEST_WIRE
     weights: str = ""
+    process: str = ""
+
+    @property
+    def name(self) -> str:
+        """The name by which people know the worker."""
+        return self.process or self.id
 
 
 SeatStatus = Literal["waiting", "loading", "ready", "leaving"]
@@ -231,7 +238,8 @@ class ExpertInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     It listens on ``host``:``port`` and has room for ``max_experts`` of a layer, if that is limited. ``capacity`` is its
     speed relative to the others, ``group`` the shard group that it would rather hold, ``pod`` its pod's name on
-    Kubernetes. The model has ``num_experts`` in each of ``layers``. Nobody reads ``memory_bytes`` any more, but an
+    Kubernetes, ``process`` the process's name as in :class:`WorkerInfo`. The model has ``num_experts`` in each of
+    ``layers``. Nobody reads ``memory_bytes`` any more, but an
     older release requires it.
     """
 
@@ -251,6 +259,12 @@ class ExpertInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_experts: int | None = None
     pod: str | None = None
     weights: str = ""
+    process: str = ""
+
+    @property
+    def name(self) -> str:
+        """The name by which people know the worker."""
+        return self.process or self.id
 
 
 class SeatLoad(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

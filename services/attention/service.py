@@ -196,6 +196,7 @@ class AttentionService:
             version=version("expertmesh"),
             metrics_url=metrics_url,
             wire=WIRE,
+            process=self._settings.process or "",
         )
 
     def _options(self, built: Built[Any]) -> WorkerOptions:

@@ -139,6 +139,7 @@ def _info(settings: Settings, spec: ModelSpec, name: str, metrics_url: str) -> E
         group=settings.expert_group,
         max_experts=settings.expert_capacity,
         pod=settings.pod,
+        process=settings.process or "",
     )
 
 

@@ -66,9 +66,9 @@ class Shortage:
                 self._idle.add(seat.number)
                 asked = "" if seat.info.group is None else f" asks for group {seat.info.group}, which is none or"
                 log.warning(
-                    "seat %d%s has room for none of the %d groups: it waits; see --expert-capacity, --expert-group and "
+                    "%s%s has room for none of the %d groups: it waits; see --expert-capacity, --expert-group and "
                     "--expert-groups",
-                    *(seat.number, asked, len(layout)),
+                    *(seat.title, asked, len(layout)),
                 )
         for group in layout:
             if able and group.digest not in self._too_large and not any(seat.has_room(group) for seat in able):

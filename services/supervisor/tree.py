@@ -137,7 +137,7 @@ class Supervisor:
             outlook = Outlook(spared=partial(self._spared, name, role))
             if role in COMPUTING:
                 changes = changes | {"device": device_of(self._settings, workers.index(name))}
-                outlook = replace(outlook, on_end=partial(self._notices.ended, metrics_port=metrics[name]))
+                outlook = replace(outlook, on_end=partial(self._notices.ended, name=name, metrics_port=metrics[name]))
             if name in self._ranks():
                 changes = changes | {"rank": self._ranks().index(name)}
             await self._children.start_role(name, role, folder.write(name, self._settings, changes), outlook=outlook)

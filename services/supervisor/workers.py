@@ -129,7 +129,7 @@ class Workers:
             proven=lambda: readiness.ever,
             lived_s=partial(readiness.served_s, place.name),
             on_start=partial(self._started, place.name, readiness),
-            on_end=partial(notices.ended, metrics_port=place.metrics_port),
+            on_end=partial(notices.ended, name=place.name, metrics_port=place.metrics_port),
         )
         log.info("%s", place)
         config = folder.write(place.name, self._settings, changes)

@@ -60,12 +60,21 @@ class Deployment:
             host="h",
             pid=1,
             version="0",
+            process="attention",
         )
         await self.worker.register(info, lease_s=60, credit_tokens=9 * credit, credit_requests=credit)
 
     async def seat(self, name: str, group: int, status: SeatStatus = "ready") -> None:
         info = ExpertInfo(
-            id=name, fingerprint="f", host="10.0.0.1", port=7100, memory_bytes=1, pid=1, version="0", group=group
+            id=name,
+            fingerprint="f",
+            host="10.0.0.1",
+            port=7100,
+            memory_bytes=1,
+            pid=1,
+            version="0",
+            group=group,
+            process=f"experts-{group}",
         )
         queue = ExpertQueue(self._redis, self._keys, self._limits)
         await queue.join(info, 60)
@@ -111,7 +120,14 @@ async def test_redis_alone_says_what_is_there(
     await deployment.up()
     found = json.loads((await alone(0, "--json")).out)
     assert (found["servable"], found["redis"]["leader"], found["redis"]["gateways"]) == (True, "scheduler-1", 1)
-    assert found["redis"]["groups"] == {"0": {"seats": 1, "coming": {}}, "1": {"seats": 1, "coming": {}}}
+    assert found["redis"]["groups"] == {
+        "0": {"seats": 1, "coming": {}, "workers": ["experts-0"]},
+        "1": {"seats": 1, "coming": {}, "workers": ["experts-1"]},
+    }
+    assert found["redis"]["workers"] == ["attention"]
+    said = (await alone(0)).out
+    assert "attention workers  1 (attention)\n" in said
+    assert "shard group 0      1 seats (experts-0)\n" in said
     monkeypatch.setenv("KUBECONFIG", "/nowhere")
     said = (await asyncio.to_thread(status, 0, "--redis-url", redis_url)).out
     assert said.splitlines()[-1].startswith("shard group 1"), "without a kubeconfig there are no words about pods"
@@ -122,7 +138,7 @@ async def test_redis_alone_says_what_is_there(
     await deployment.seat("e2", 1)
     said = (await alone(1)).out
     assert "Shard group 1 has no expert worker in the routing table: 1 not in the table yet." in said
-    assert "shard group 0      1 seats" in said
+    assert "shard group 0      1 seats (experts-0)" in said
     await deployment.attend(credit=0)
     assert "No attention worker takes requests" in (await alone(1)).out
 
