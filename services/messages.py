@@ -301,9 +301,18 @@ def latency_bucket(seconds: float, target_s: float) -> int:
     return bisect_left(LATENCY_EDGES, seconds / target_s)
 
 
+class LatencyCounts(msgspec.Struct, frozen=True, array_like=True):
+    """How many latencies were at most each of ``bounds``, in seconds, and how many there were in all: ``counts`` is one
+    longer. Totals since the process began, as Prometheus has them."""
+
+    bounds: tuple[float, ...]
+    counts: tuple[int, ...]
+
+
 class GatewayLoad(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """Work of a gateway since its start: seconds in all and of computing, sequences that came and that ended, and how
-    many latencies fell into each bucket of :data:`LATENCY_EDGES`."""
+    """Work of a gateway since its start: seconds in all and of computing, sequences that came and that ended, how many
+    latencies fell into each bucket of :data:`LATENCY_EDGES`, and ``latencies`` as its histograms count them: ttft, tpot
+    and itl (inter-token latency)."""
 
     up_s: float
     cpu_s: float
@@ -312,6 +321,7 @@ class GatewayLoad(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     ttft: tuple[int, ...]
     tpot: tuple[int, ...]
     wire: int = OLDEST_WIRE
+    latencies: dict[str, LatencyCounts] = {}
 
 
 class SeatReport(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

@@ -73,7 +73,9 @@ COMMANDS = {
     "colocated": Command("run attention and experts in one process, on one GPU", _from("services.colocated.role")),
     "workers": Command("run the workers of one machine, a process and a GPU each", _workers),
     "config": Command("show the effective configuration and where each value came from", _from("services.cli.config")),
-    "top": Command("show queue, workers, seats and load of a running deployment, live", _from("services.top.__main__")),
+    "top": Command(
+        "show tokens, latencies, workers and load of a running deployment, live", _from("services.top.__main__")
+    ),
     "status": Command("say what of a deployment is up, what is missing and why", _from("services.status.__main__")),
     "plan": Command("say which way to run a model on so many GPUs, and why", _from("services.planner.plan")),
     "queue": Command("list, show, retry or drop requests that kept failing", _from("services.cli.queue")),

@@ -6,6 +6,7 @@ import logging
 import os
 
 import torch
+from prometheus_client import Gauge
 
 from services.errors import ConfigError
 from services.model.spec import ModelSpec
@@ -45,6 +46,14 @@ def _shared(number: int) -> int:
     if number >= count:
         log.warning("GPU %d is asked for, of %d: GPU %d has more than one worker", number, count, number % count)
     return number % count
+
+
+def show_memory(gauge: Gauge, device: torch.device) -> None:
+    """Bring ``gauge``, which has the label ``state``, up to what is used and free of ``device``, if it is a GPU."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        gauge.labels("used").set(total - free)
+        gauge.labels("free").set(free)
 
 
 def serving_dtype(name: str, spec: ModelSpec) -> torch.dtype:

@@ -178,6 +178,16 @@ def test_reports_of_a_seat_round_trip_and_keep_their_layout() -> None:
     assert plain == ["d", {0: [5, 0], 3: [1, 300]}]
 
 
+def test_a_gateways_load_keeps_its_layout_and_that_of_the_release_before_is_read() -> None:
+    latencies = {"ttft": messages.LatencyCounts((0.5, 1.0), (2, 3, 4))}
+    load = messages.GatewayLoad(up_s=9.0, cpu_s=1.0, came=5, ended=4, ttft=(1,), tpot=(2,), wire=2, latencies=latencies)
+    plain = [9.0, 1.0, 5, 4, [1], [2], 2, {"ttft": [[0.5, 1.0], [2, 3, 4]]}]
+    assert msgspec.msgpack.decode(messages.encode(load)) == plain
+    assert messages.decode_gateway_load(messages.encode(load)) == load
+    assert messages.decode_gateway_load(msgspec.msgpack.encode(plain[:-1])).latencies == {}
+    assert messages.decode_gateway_load(msgspec.msgpack.encode([*plain, "new"])) == load
+
+
 def test_a_shorter_report_of_an_older_worker_is_still_read() -> None:
     assert messages.decode_seat_report(msgspec.msgpack.encode(["waiting"])) == messages.SeatReport(status="waiting")
 
