@@ -206,7 +206,8 @@ InboxMessage = Assign | Cancel
 
 
 class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """Registration of an attention worker. Ids are incarnations, never reused."""
+    """Registration of an attention worker. Ids are incarnations, never reused. ``process`` is the name that the process
+    has in its logs and in metrics, such as attention-1, if a supervisor gave it one."""
 
     id: str
     model: str
@@ -220,6 +221,12 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     metrics_url: str | None = None
     wire: int = OLDEST_WIRE
     weights: str = ""
+    process: str = ""
+
+    @property
+    def name(self) -> str:
+        """The name by which people know the worker."""
+        return self.process or self.id
 
 
 SeatStatus = Literal["waiting", "loading", "ready", "leaving"]
@@ -231,7 +238,8 @@ class ExpertInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     It listens on ``host``:``port`` and has room for ``max_experts`` of a layer, if that is limited. ``capacity`` is its
     speed relative to the others, ``group`` the shard group that it would rather hold, ``pod`` its pod's name on
-    Kubernetes. The model has ``num_experts`` in each of ``layers``. Nobody reads ``memory_bytes`` any more, but an
+    Kubernetes, ``process`` the process's name as in :class:`WorkerInfo`. The model has ``num_experts`` in each of
+    ``layers``. Nobody reads ``memory_bytes`` any more, but an
     older release requires it.
     """
 
@@ -251,6 +259,12 @@ class ExpertInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_experts: int | None = None
     pod: str | None = None
     weights: str = ""
+    process: str = ""
+
+    @property
+    def name(self) -> str:
+        """The name by which people know the worker."""
+        return self.process or self.id
 
 
 class SeatLoad(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -287,9 +301,18 @@ def latency_bucket(seconds: float, target_s: float) -> int:
     return bisect_left(LATENCY_EDGES, seconds / target_s)
 
 
+class LatencyCounts(msgspec.Struct, frozen=True, array_like=True):
+    """How many latencies were at most each of ``bounds``, in seconds, and how many there were in all: ``counts`` is one
+    longer. Totals since the process began, as Prometheus has them."""
+
+    bounds: tuple[float, ...]
+    counts: tuple[int, ...]
+
+
 class GatewayLoad(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """Work of a gateway since its start: seconds in all and of computing, sequences that came and that ended, and how
-    many latencies fell into each bucket of :data:`LATENCY_EDGES`."""
+    """Work of a gateway since its start: seconds in all and of computing, sequences that came and that ended, how many
+    latencies fell into each bucket of :data:`LATENCY_EDGES`, and ``latencies`` as its histograms count them: ttft, tpot
+    and itl (inter-token latency)."""
 
     up_s: float
     cpu_s: float
@@ -298,6 +321,7 @@ class GatewayLoad(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     ttft: tuple[int, ...]
     tpot: tuple[int, ...]
     wire: int = OLDEST_WIRE
+    latencies: dict[str, LatencyCounts] = {}
 
 
 class SeatReport(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

@@ -19,6 +19,7 @@ _TOKEN_TIME_BUCKETS_S = (
 )
 _STEP_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1, 2.5, 10)
 _TOKEN_COUNT_BUCKETS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
+_GPU_MEMORY = "Memory of this worker's GPU, by all processes on it: used, free. No series without a GPU."
 _REFUSED_PEERS = "Connections between workers refused or closed because of the peer, by reason."
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 """Content type of a page in the text format."""
@@ -234,6 +235,7 @@ class WorkerMetrics:
         self.kv_blocks = gauge(
             "kv_blocks", "KV blocks, by state: used (by a sequence), cached (prefix cache only), free.", "state"
         )
+        self.gpu_memory = gauge("gpu_memory_bytes", _GPU_MEMORY, "state")
         self.prefix_queries = counter("prefix_cache_query_tokens_total", "Prompt tokens looked up in the prefix cache.")
         self.prefix_hits = counter("prefix_cache_hit_tokens_total", "Prompt tokens found in the prefix cache.")
         self.preemptions = counter("preemptions_total", "Sequences preempted because KV blocks ran out.")
@@ -314,6 +316,7 @@ class ExpertMetrics:
         self.seat = gauge("seat", "Seat number in the routing table; 0 before one is assigned.")
         self.status = gauge("status", "1 for the worker's current status.", "status")
         self.rows_in_flight = gauge("rows_in_flight", "Rows (token hidden states) accepted and not yet answered.")
+        self.gpu_memory = gauge("gpu_memory_bytes", _GPU_MEMORY, "state")
         self.rows = counter(
             "rows_total", "Rows (token hidden states) computed, by layer and shard group.", "layer", "shard"
         )

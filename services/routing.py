@@ -18,7 +18,8 @@ from services.wire import read
 
 
 class Seat(msgspec.Struct, frozen=True, kw_only=True):
-    """An expert worker's place. ``worker`` is its incarnation, ``node`` its machine, ``capacity`` a relative speed."""
+    """An expert worker's place. ``worker`` is its incarnation, ``node`` its machine, ``capacity`` a relative speed, and
+    ``process`` its name in logs and metrics, if it has one."""
 
     number: int
     worker: str
@@ -27,6 +28,17 @@ class Seat(msgspec.Struct, frozen=True, kw_only=True):
     port: int
     node: str = ""
     capacity: float = 1.0
+    process: str = ""
+
+    @property
+    def name(self) -> str:
+        """The name by which people know the worker."""
+        return self.process or self.worker
+
+    @property
+    def title(self) -> str:
+        """The seat in log lines: its worker's name and its number."""
+        return f"{self.name} (seat {self.number})"
 
 
 class ShardGroup(msgspec.Struct, frozen=True, kw_only=True, dict=True):

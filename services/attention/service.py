@@ -25,6 +25,7 @@ from services.attention.worker import AttentionWorker, EngineStuck, WorkerOption
 from services.config import ATTENTION, Settings
 from services.messages import WorkerInfo, WorkerLoad
 from services.metrics import WorkerMetrics
+from services.model.device import show_memory
 from services.queue.clock import RedisClock
 from services.queue.keys import Keys
 from services.queue.limits import QueueLimits
@@ -163,8 +164,12 @@ class AttentionService:
 
     def _observers(self, built: Built[Any]) -> list[Callable[[], None]]:
         """Return functions that each bring some series up to date."""
+        observers: list[Callable[[], None]]
         metrics, by_layer = self._metrics, self._settings.layer_series
-        observers = [ExpertObserver(metrics, built.link.expert_rows, by_layer=by_layer).refresh]
+        observers = [
+            ExpertObserver(metrics, built.link.expert_rows, by_layer=by_layer).refresh,
+            partial(show_memory, metrics.gpu_memory, built.served.device),
+        ]
         if built.remote:
             observers.append(TotalsObserver(metrics.shard_stall, built.remote.stalled_s, from_now=True).refresh)
             observers.append(TotalsObserver(metrics.refused_peers, built.remote.faults).refresh)
@@ -196,6 +201,7 @@ class AttentionService:
             version=version("expertmesh"),
             metrics_url=metrics_url,
             wire=WIRE,
+            process=self._settings.process or "",
         )
 
     def _options(self, built: Built[Any]) -> WorkerOptions:

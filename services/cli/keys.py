@@ -19,6 +19,7 @@ from services.errors import ConfigError
 from services.gateway.auth import ApiKey, digest, read_key_file
 from services.queue.connect import command, connect, queue_errors
 from services.queue.keys import DEFAULT_PRIORITY, Keys
+from services.runtime.local_servers import with_local_server
 
 _LIMITS = ("requests_per_minute", "burst", "max_concurrency", "priority")
 _ACTIONS = ("create", "list", "limit", "revoke")
@@ -100,7 +101,10 @@ class RedisBook:
 def main(argv: Sequence[str]) -> int:
     """Runs one action and returns the exit code."""
     given = parse_options(_parser(), argv, ["api_keys_file", "redis_url", "redis_url_file", "namespace"])
-    asyncio.run(_run(given, layer(given).settings))
+    settings = layer(given).settings
+    if settings.api_keys_file is None:
+        settings, _ = with_local_server(given)
+    asyncio.run(_run(given, settings))
     return 0
 
 
@@ -131,7 +135,10 @@ async def _run(given: dict[str, Any], settings: Settings) -> None:
         await _act(action, name, given, FileBook(settings.api_keys_file))
         return
     if settings.redis_url is None:
-        raise ConfigError("No place for keys is given.", hint="Use --api-keys-file FILE or --redis-url URL.")
+        raise ConfigError(
+            "No place for keys is given, and no server runs on this machine.",
+            hint="Use --api-keys-file FILE or --redis-url URL.",
+        )
     redis = connect(settings.redis_url)
     try:
         await _act(action, name, given, RedisBook(redis, Keys(settings.namespace).api_keys))
@@ -178,7 +185,7 @@ async def _list(book: KeyBook) -> None:
 
 def _row(key: ApiKey) -> str:
     values = {limit: getattr(key, limit) for limit in _LIMITS}
-    limits = [f"{limit}={value}" for limit, value in values.items() if value is not None]
+    limits = [f"{limit}={value:.15g}" for limit, value in values.items() if value is not None]
     return "  ".join([key.name, key.sha256[:12], *limits])
 
 

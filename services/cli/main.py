@@ -74,7 +74,9 @@ COMMANDS = {
     "colocated": Command("run attention and experts in one process, on one GPU", _from("services.colocated.role")),
     "workers": Command("run the workers of one machine, one process per GPU", _workers),
     "config": Command("show the effective configuration and where each value came from", _from("services.cli.config")),
-    "top": Command("watch the queue, workers, seats and load of a deployment live", _from("services.top.__main__")),
+    "top": Command(
+        "watch tokens, latencies, workers and load of a running deployment live", _from("services.top.__main__")
+    ),
     "status": Command(
         "show whether a deployment is up, and what is missing and why", _from("services.status.__main__")
     ),

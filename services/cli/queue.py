@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from services.config import OptionParser, Settings, layer, parse_options
+from services.config import OptionParser, Settings, parse_options
 from services.errors import ConfigError, InternalError, error_from_info
 from services.gateway.tokenizer import TextCodec, load_codec, read_tokenizer_config
 from services.messages import AttemptLost, GenerateRequest, TokenEvent
@@ -23,6 +23,7 @@ from services.queue.keys import Keys
 from services.queue.limits import QueueLimits
 from services.queue.quarantine import Kept, quarantined
 from services.runtime import printable
+from services.runtime.local_servers import with_local_server
 from services.runtime.tasks import end_tasks
 
 _ACTIONS = ("list", "show", "retry", "drop", "unreadable")
@@ -51,17 +52,16 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(
             "`list` and `unreadable` take no id; all other actions need one.", hint="See `expertmesh queue --help`."
         )
-    return asyncio.run(_run(given, layer(given).settings))
+    settings, _ = with_local_server(given)
+    return asyncio.run(_run(given, settings))
 
 
 async def _run(given: dict[str, Any], settings: Settings) -> int:
     if settings.redis_url is None:
-        raise ConfigError(
-            "Which queue?", hint="Give the server's Redis with --redis-url; `serve` logs it as it starts."
-        )
-    settings = with_checkpoint(settings, weights=False)
+        raise ConfigError("Which queue?", hint="No server runs on this machine: give its Redis with --redis-url.")
+    redis_url, settings = settings.redis_url, with_checkpoint(settings, weights=False)
     codec = load_codec(settings.model, read_tokenizer_config(settings.model)) if settings.model else None
-    redis = connect(settings.redis_url)
+    redis = connect(redis_url)
     keys, limits = Keys(settings.namespace), QueueLimits.of(settings)
     letters = DeadLetters(redis, keys, limits)
     try:

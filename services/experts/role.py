@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.metadata import version
 
@@ -20,7 +20,7 @@ from services.experts.serving import Loader
 from services.experts.worker import ExpertWorker, Timing
 from services.messages import ExpertInfo
 from services.metrics import ExpertMetrics
-from services.model.device import serving_dtype, torch_device
+from services.model.device import serving_dtype, show_memory, torch_device
 from services.model.hub import with_checkpoint
 from services.model.load_spec import load_spec
 from services.model.spec import ModelSpec
@@ -41,9 +41,10 @@ TABLE_S = 5.0
 log = logging.getLogger(__name__)
 
 
-async def _observe(observer: ExpertsObserver) -> None:
+async def _observe(*refresh: Callable[[], None]) -> None:
     while True:
-        await asyncio.to_thread(observer.refresh)  # reading a device's counters may wait for it
+        for each in refresh:
+            await asyncio.to_thread(each)  # reading a device's counters may wait for it
         await asyncio.sleep(REFRESH_S)
 
 
@@ -99,7 +100,8 @@ class ExpertsRole:
         )
         log.info("expert worker %s on %s", name, device)
         observer = ExpertsObserver(self._metrics, worker, loader.faults, by_layer=settings.layer_series)
-        observing = asyncio.create_task(_observe(observer))
+        memory = partial(show_memory, self._metrics.gpu_memory, device)
+        observing = asyncio.create_task(_observe(observer.refresh, memory))
         try:
             await worker.run(stop)
             self._over = True
@@ -139,6 +141,7 @@ def _info(settings: Settings, spec: ModelSpec, name: str, metrics_url: str) -> E
         group=settings.expert_group,
         max_experts=settings.expert_capacity,
         pod=settings.pod,
+        process=settings.process or "",
     )
 
 

@@ -61,7 +61,7 @@ class WeightSources:
             except (ExpertMeshError, OSError) as error:
                 self._note(group, seat, error)
                 continue
-            log.info("loaded the weights of group %d from seat %d", group.number, seat.number)
+            log.info("loaded the weights of group %d from %s", group.number, seat.title)
             return {
                 layer: ExpertWeights(
                     expert_ids=group.experts[layer], w_gate_up_E2FD=tensors["gate_up"], w_down_EDF=tensors["down"]
@@ -75,7 +75,7 @@ class WeightSources:
     ) -> dict[int, dict[str, Tensor]]:
         """Fetch from ``seat`` and verify. Raises WeightsMismatch, or the errors of :func:`fetch`."""
         shapes = self._shapes(group)
-        progress.begin(f"expert weights from seat {seat.number}", self._nbytes(shapes))
+        progress.begin(f"expert weights from {seat.title}", self._nbytes(shapes))
         with Verifier(digests, group.experts) as verifier:
 
             def take(layer: int, name: str, tensor: Tensor) -> None:
@@ -89,14 +89,7 @@ class WeightSources:
     def _note(self, group: ShardGroup, seat: Seat, error: Exception) -> None:
         self._facts.faults.ended_by(error)
         level = logging.ERROR if isinstance(error, WeightsMismatch) else logging.INFO
-        log.log(
-            level,
-            "cannot load the weights of group %d from seat %d (%s): %s",
-            group.number,
-            seat.number,
-            seat.worker,
-            error,
-        )
+        log.log(level, "cannot load the weights of group %d from %s: %s", group.number, seat.title, error)
 
     def _nbytes(self, shapes: Shapes) -> int:
         return sum(math.prod(shape) for layer in shapes.values() for shape in layer.values()) * self._dtype.itemsize

@@ -138,7 +138,7 @@ async def assemble(settings: Settings, redis: Redis) -> AsyncIterator[Gateway]:
     limits = QueueLimits.of(settings)
     queue = GatewayQueue(redis, keys, name, limits, quarantine=quarantine)
     heartbeat = HeartbeatThread(partial(_beating, settings, name), lease_s=settings.gateway_lease)
-    latencies = LatencyTargets(ttft_s=settings.target_ttft, tpot_s=settings.target_tpot)
+    latencies = LatencyTargets(metrics, ttft_s=settings.target_ttft, tpot_s=settings.target_tpot)
     offload = Offload(metrics)
     holdings = Holdings(settings.answer_memory << 20)
     metrics.answer_bytes.set_function(lambda: holdings.total)

@@ -1,17 +1,23 @@
-"""This gateway's latencies against their targets. In: each latency. Out: totals for the leading scheduler."""
+"""This gateway's latencies against their targets. In: each latency. Out: totals for the leading scheduler, and for
+`expertmesh top`."""
 
 from __future__ import annotations
 
 import time
 
-from services.messages import LATENCY_BUCKETS, GatewayLoad, latency_bucket
+from prometheus_client import Histogram
+
+from services.messages import LATENCY_BUCKETS, GatewayLoad, LatencyCounts, latency_bucket
+from services.metrics import GatewayMetrics
 from services.wire import WIRE
 
 
 class LatencyTargets:
-    """Counts latencies by how far they are from ``ttft_s`` and ``tpot_s``, the targets in seconds."""
+    """Counts latencies by how far they are from ``ttft_s`` and ``tpot_s``, the targets in seconds; ``metrics`` has the
+    histograms."""
 
-    def __init__(self, *, ttft_s: float, tpot_s: float) -> None:
+    def __init__(self, metrics: GatewayMetrics, *, ttft_s: float, tpot_s: float) -> None:
+        self._histograms = {"ttft": metrics.ttft, "tpot": metrics.tpot, "itl": metrics.inter_token}
         self._ttft_s, self._tpot_s = ttft_s, tpot_s
         self._ttft, self._tpot = ([0] * LATENCY_BUCKETS for _ in range(2))
         self._came = self._ended = 0
@@ -41,4 +47,12 @@ class LatencyTargets:
             ttft=tuple(self._ttft),
             tpot=tuple(self._tpot),
             wire=WIRE,
+            latencies={name: _counts(histogram) for name, histogram in self._histograms.items()},
         )
+
+
+def _counts(histogram: Histogram) -> LatencyCounts:
+    [family] = histogram.collect()
+    buckets = [each for each in family.samples if each.name.endswith("_bucket")]
+    bounds = tuple(float(each.labels["le"]) for each in buckets)
+    return LatencyCounts(bounds[:-1], tuple(int(each.value) for each in buckets))

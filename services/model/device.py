@@ -6,6 +6,7 @@ import logging
 import os
 
 import torch
+from prometheus_client import Gauge
 
 from services.errors import ConfigError
 from services.model.spec import ModelSpec
@@ -47,6 +48,14 @@ def _shared(number: int) -> int:
             "GPU %d does not exist (there are %d); GPU %d is shared by several workers", number, count, number % count
         )
     return number % count
+
+
+def show_memory(gauge: Gauge, device: torch.device) -> None:
+    """Bring ``gauge``, which has the label ``state``, up to what is used and free of ``device``, if it is a GPU."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        gauge.labels("used").set(total - free)
+        gauge.labels("free").set(free)
 
 
 def serving_dtype(name: str, spec: ModelSpec) -> torch.dtype:

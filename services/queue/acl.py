@@ -99,7 +99,7 @@ _EXPERTS = Rule(
 _WORKERS = _ATTENTION | _EXPERTS | Rule(scripts=_words("workers seats death_notice"))
 """Attention workers with seats, and the supervisor that starts them: it reports workers that have ended."""
 _LOOKS = Rule(
-    scripts=_words("workers seats table_epochs"),
+    scripts=_words("workers seats table_epochs loads"),
     commands=_words("get xread zcount time zrevrange hmget zcard lrange"),
 )
 """`status`, `top`, `queue list` and `show`."""

@@ -11,13 +11,13 @@ import os
 import re
 import shutil
 import subprocess
-import tempfile
 from contextlib import suppress
 from pathlib import Path
 
 from services.errors import ConfigError, StartupError
 from services.queue.connect import MIN_VERSION
 from services.runtime import die_with_parent
+from services.runtime.run_folder import private_folder
 
 _START_TIMEOUT_S = 15.0
 _STOP_TIMEOUT_S = 5.0
@@ -28,8 +28,6 @@ _SHARE_OF_MEMORY = 4
 _CGROUP = Path("/sys/fs/cgroup/memory.max")
 _MAX_SOCKET_PATH_BYTES = 103
 """sockaddr_un holds 108 bytes on Linux, 104 on macOS and the BSDs, with the terminating zero."""
-_MAX_PARENT_BYTES = 52
-"""The longest usable path of temporary files; it leaves room for expertmesh-serve-<pid>-<random>/redis/redis.sock."""
 
 
 def find_redis_server() -> Path:
@@ -61,14 +59,6 @@ def _version(binary: Path) -> tuple[int, ...]:
         if match := re.search(r"\bv=(\d+)\.(\d+)", said):
             return int(match[1]), int(match[2])
     return (0,)
-
-
-def private_folder(prefix: str) -> Path:
-    """Makes a fresh folder that only this user can enter, its path short enough for sockets in it or a folder below."""
-    parent = tempfile.gettempdir()
-    if len(os.fsencode(parent)) > _MAX_PARENT_BYTES and os.access("/tmp", os.W_OK):
-        parent = "/tmp"
-    return Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
 
 
 class EmbeddedRedis:

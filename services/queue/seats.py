@@ -52,6 +52,11 @@ class SeatState:
     """Digest of the group that the seat shall hold; None: none yet."""
 
     @property
+    def title(self) -> str:
+        """The seat in log lines: its worker's name and its number."""
+        return f"{self.info.name} (seat {self.number})"
+
+    @property
     def stays(self) -> bool:
         """Whether the seat neither leaves nor was asked to leave."""
         return self.status != "leaving" and not self.dismissed
@@ -75,6 +80,7 @@ class SeatState:
             port=info.port,
             node=info.node,
             capacity=info.capacity,
+            process=info.process,
         )
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -22,7 +22,7 @@ from services.messages import ExpertInfo
 from services.placement import Hysteresis, Load
 from services.queue.seats import SeatRegistry, SeatState, TableEpochs
 from services.queue.tables import TableReader
-from services.routing import RoutingTable, ShardGroup, even_groups
+from services.routing import RoutingTable, Seat, ShardGroup, even_groups
 from services.scheduler.assign import assignments, even_load
 from services.scheduler.load import LoadMeter
 from services.scheduler.repartition import Repartitioner, Step, next_step
@@ -147,7 +147,7 @@ class ExpertPlacement:
         if wanted.assign:
             await self._registry.assign_groups(epoch, [(seat.info.id, group) for seat, group in wanted.assign])
             for seat, group in wanted.assign:
-                log.info("assigned seat %d (%s) to shard group %d", seat.number, seat.info.id, group.number)
+                log.info("assigned %s to shard group %d", seat.title, group.number)
         return True
 
     def _intentions(
@@ -193,11 +193,11 @@ class ExpertPlacement:
 
     async def _publish(self, epoch: int, table: RoutingTable) -> None:
         await self._registry.publish_table(epoch, table)
-        before = {seat.number for seat in self._table.seats} if self._table else set()
+        before = {seat.number: seat for seat in self._table.seats} if self._table else {}
         self._table, self._changed_at = table, self._clock()
         self._on_table(table)
-        now = {seat.number for seat in table.seats}
-        news = [", ".join(map(str, sorted(numbers)[:NAMED])) or "none" for numbers in (now - before, before - now)]
+        now = {seat.number: seat for seat in table.seats}
+        news = [_titles(now, now.keys() - before), _titles(before, before.keys() - now)]
         log.info(
             "published routing table %d: %d seats in %d shard groups; added: %s; removed: %s",
             table.epoch,
@@ -205,6 +205,10 @@ class ExpertPlacement:
             len(table.groups),
             *news,
         )
+
+
+def _titles(seats: Mapping[int, Seat], numbers: Iterable[int]) -> str:
+    return ", ".join(seats[number].title for number in sorted(numbers)[:NAMED]) or "none"
 
 
 def intentions(

@@ -67,9 +67,8 @@ class Shortage:
                 any_of = f"any of the {len(layout)} shard groups"
                 asked = any_of if seat.info.group is None else f"shard group {seat.info.group}, which it asks for"
                 log.warning(
-                    "seat %d cannot hold %s, so it stays idle; check --expert-capacity, --expert-group and "
-                    "--expert-groups",
-                    *(seat.number, asked),
+                    "%s cannot hold %s, so it stays idle; check --expert-capacity, --expert-group and --expert-groups",
+                    *(seat.title, asked),
                 )
         for group in layout:
             if able and group.digest not in self._too_large and not any(seat.has_room(group) for seat in able):

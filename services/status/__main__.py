@@ -6,19 +6,19 @@ import argparse
 import asyncio
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from services.config import OptionParser, Settings, layer, parse_options
 from services.errors import ConfigError, KubernetesUnavailable
 from services.queue.connect import connect
+from services.runtime.local_servers import LocalServer, with_local_server
 from services.status.kube import ClusterReader, connected, has_kubeconfig, in_cluster
 from services.status.queue import Queue, QueueReader
 from services.status.release import Pod, Release
 from services.status.verdict import Status, judge
 from services.status.view import as_json, as_text
-
-_NO_CLUSTER = "Pods are not shown: here is neither a kubeconfig nor a pod's account."
 
 
 class Look:
@@ -77,9 +77,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = _parser()
     given = parse_options(parser, sys.argv[1:] if argv is None else argv, ["redis_url", "redis_url_file", "namespace"])
-    status = asyncio.run(_look(argparse.Namespace(**given), layer(given).settings))
+    status = asyncio.run(_look(argparse.Namespace(**given), *_deployment(given)))
     print(as_json(status) if given["json"] else as_text(status))
     return 0 if status.servable else 1
+
+
+def _deployment(given: Mapping[str, Any]) -> tuple[Settings, LocalServer | None]:
+    """Return the settings, and the server on this machine that they are about: none in a pod, or where an option says
+    which release is meant."""
+    released = in_cluster() or any(given[name] is not None for name in ("context", "kube_namespace", "release"))
+    return (layer(given).settings, None) if released else with_local_server(given)
 
 
 def _parser() -> OptionParser:
@@ -98,11 +105,13 @@ def _parser() -> OptionParser:
     return parser
 
 
-async def _look(given: argparse.Namespace, settings: Settings) -> Status:
-    asks = given.look == "auto" and (given.context is not None or in_cluster() or has_kubeconfig())
+async def _look(given: argparse.Namespace, settings: Settings, server: LocalServer | None) -> Status:
+    asks = given.look == "auto" and server is None and (given.context is not None or in_cluster() or has_kubeconfig())
     if not asks and settings.redis_url is None:
         raise ConfigError(
-            "Which deployment?", hint="Give its Redis with --redis-url, or a kubeconfig for one on Kubernetes."
+            "Which deployment?",
+            hint="No server runs on this machine: give its Redis with --redis-url, or a kubeconfig for one on "
+            "Kubernetes.",
         )
     if settings.redis_url is None:
         return await Look(_reader_of(given), None).status()
@@ -110,7 +119,7 @@ async def _look(given: argparse.Namespace, settings: Settings) -> Status:
     try:
         queue = QueueReader(redis, settings.namespace, settings.expert_groups)
         status = await Look(_reader_of(given) if asks else None, queue).status()
-        return status if asks or given.look == "off" else replace(status, notes=(_NO_CLUSTER,))
+        return replace(status, server=f"{server.model_name} at {server.url}") if server else status
     finally:
         await redis.aclose()
 

@@ -22,10 +22,12 @@ TIMEOUT_S = 3.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
-    """A shard group: ``seats`` that the table lists, and its other workers, counted by status in ``coming``."""
+    """A shard group: ``seats`` that the table lists, the names of their ``workers``, and its other workers, counted by
+    status in ``coming``."""
 
     seats: int
     coming: Mapping[str, int] = field(default_factory=dict)
+    workers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,9 +38,9 @@ class Queue:
     leader: str = ""
     gateways: int = 0
     workers: tuple[str, ...] = ()
-    """Attention workers whose lease is live."""
+    """Names of the attention workers whose lease is live."""
     blocked: tuple[str, ...] = ()
-    """Attention workers that take no requests now, as they miss experts."""
+    """Names of those that take no requests now, as they miss experts."""
     epoch: int = 0
     """Epoch of the routing table; 0: there is none."""
     groups: Mapping[int, Group] = field(default_factory=dict)
@@ -104,8 +106,8 @@ class QueueReader:
         return Queue(
             leader=leader,
             gateways=gateways,
-            workers=tuple(state.info.id for state in workers),
-            blocked=tuple(state.info.id for state in workers if state.credit_requests == 0),
+            workers=tuple(state.info.name for state in workers),
+            blocked=tuple(state.info.name for state in workers if state.credit_requests == 0),
             epoch=table.epoch if table else 0,
             groups=found,
             surplus=tuple(sorted(surplus)),
@@ -129,7 +131,8 @@ def groups(table: RoutingTable | None, seats: list[SeatState], asked: int | None
             if _group(state) == number and state.number not in serving:
                 word = state.status if state.status != "ready" else "not in the table yet"
                 coming[word] = coming.get(word, 0) + 1
-        found[number] = Group(seats=len(serving), coming=coming)
+        names = tuple(known[each].info.name for each in serving)
+        found[number] = Group(seats=len(serving), coming=coming, workers=names)
     return found
 
 

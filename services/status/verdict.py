@@ -21,13 +21,15 @@ _NEEDED = {
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Status:
     """The verdict. ``missing``: what a request would wait for, with reasons. ``troubles``: what is wrong while requests
-    are served. ``notes``: what was not read, and why. Kubernetes or Redis is None where it was not read."""
+    are served. ``notes``: what was not read, and why. Kubernetes or Redis is None where it was not read. ``server``:
+    model and URL of a server on this machine, if it is about one."""
 
     release: Release | None
     queue: Queue | None
     missing: tuple[str, ...]
     troubles: tuple[str, ...]
     notes: tuple[str, ...] = ()
+    server: str = ""
 
     @property
     def asleep(self) -> bool:

@@ -11,12 +11,16 @@ from services.status.queue import Queue
 from services.status.release import Release
 from services.status.verdict import Status
 
+_NAMES = 4
+"""Names of workers in a line; a deployment may have thousands."""
+
 
 def as_json(status: Status) -> str:
     return json.dumps(
         {
             "servable": status.servable,
             "asleep": status.asleep,
+            "server": status.server or None,
             "missing": [_one_line(text) for text in status.missing],
             "troubles": [_one_line(text) for text in status.troubles],
             "notes": list(status.notes),
@@ -44,7 +48,9 @@ def _lines(status: Status) -> Iterator[str]:
 
 
 def _headline(status: Status) -> str:
-    name = f"{status.release.name} in namespace {status.release.namespace}" if status.release else "The deployment"
+    name = status.server or "The deployment"
+    if status.release:
+        name = f"{status.release.name} in namespace {status.release.namespace}"
     if not status.servable:
         return f"{name} cannot serve its model."
     return f"{name} is asleep; a request wakes it." if status.asleep else f"{name} serves its model."
@@ -70,15 +76,26 @@ def _queue(queue: Queue) -> Iterator[str]:
     rows = [
         ("leading scheduler", queue.leader or "none"),
         ("gateways", str(queue.gateways)),
-        ("attention workers", f"{len(queue.workers)}" + f", {len(queue.blocked)} miss experts" * bool(queue.blocked)),
+        ("attention workers", _attention(queue)),
         ("queue", f"{queue.requests} requests, {queue.tokens} tokens; {queue.dead_letters} dead letters"),
     ]
     if queue.groups:
         rows.append(("routing table", f"epoch {queue.epoch}" if queue.epoch else "none yet"))
     for number, group in queue.groups.items():
         coming = "".join(f", {count} {word}" for word, count in group.coming.items())
-        rows.append((f"shard group {number}", f"{group.seats} seats{coming}"))
+        rows.append((f"shard group {number}", f"{group.seats} seats{_named(group.workers)}{coming}"))
     yield from _columns(rows)
+
+
+def _attention(queue: Queue) -> str:
+    blocked = f", {len(queue.blocked)} miss experts{_named(queue.blocked)}" if queue.blocked else ""
+    return f"{len(queue.workers)}{_named(queue.workers)}{blocked}"
+
+
+def _named(names: Sequence[str]) -> str:
+    """Return the first names in brackets."""
+    shown = [*names[:_NAMES], *(["..."] if len(names) > _NAMES else [])]
+    return f" ({', '.join(shown)})" if names else ""
 
 
 def _columns(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:

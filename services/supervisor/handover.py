@@ -1,90 +1,14 @@
-"""Hands to a supervisor's children what they need: a private folder with a configuration file for each, and ports."""
+"""Ports for a supervisor's children to listen on, and the URL of what listens there."""
 
 from __future__ import annotations
 
 import errno
-import os
-import secrets
-import shutil
 import socket
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
-from pathlib import Path
+from collections.abc import Sequence
+from contextlib import ExitStack
 
-import yaml
-
-from services.config import Settings
 from services.errors import ConfigError, PortInUse
-from services.queue.embedded import private_folder
-
-_PREFIX = "expertmesh-serve-"
-
-
-class RunFolder:
-    """A folder that only this user can enter, named after the process that owns it and when that began."""
-
-    def __init__(self) -> None:
-        self.path = private_folder(f"{_PREFIX}{_life(os.getpid())}-")
-        self._sweep(self.path.parent)
-
-    def write(self, name: str, settings: Settings, changes: Mapping[str, object]) -> Path:
-        """Write ``settings`` with ``changes`` for the process ``name`` and return the file."""
-        values = settings.model_dump(mode="json") | dict(changes)
-        if settings.redis_url_file is not None:  # the process reads the file itself, at each start
-            values["redis_url"] = None
-        return self.keep(f"{name}.yaml", yaml.safe_dump(values, allow_unicode=True))
-
-    def new_secret(self, name: str) -> Path:
-        """Return a new file with fresh random text."""
-        return self.keep(f"{name}.secret", secrets.token_urlsafe(32))
-
-    def keep(self, name: str, content: str) -> Path:
-        """Create a file that only its owner can read."""
-        file = self.path / name
-        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as out:
-            out.write(content)
-        return file
-
-    def __enter__(self) -> RunFolder:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
-
-    @staticmethod
-    def _sweep(parent: Path) -> None:
-        """Delete folders of this user's supervisors that were killed, even of one with the same process number."""
-        for folder in parent.glob(f"{_PREFIX}*"):
-            owner = folder.name.removeprefix(_PREFIX).split("-")[0]
-            with suppress(OSError):
-                if folder.stat().st_uid == os.getuid() and _ended(owner):
-                    shutil.rmtree(folder, ignore_errors=True)
-
-
-def _life(pid: int) -> str:
-    """Return the process's number, on Linux followed by its start time in ticks since the machine started."""
-    with suppress(OSError):
-        return f"{pid}.{Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[19]}"
-    return str(pid)
-
-
-def _ended(owner: str) -> bool:
-    pid, _, began = owner.partition(".")
-    if not pid.isdigit():
-        return False
-    return not _alive(int(pid)) or (began != "" and owner != _life(int(pid)))
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 def check_port(host: str, port: int, *, option: str = "--port") -> int:

@@ -23,9 +23,11 @@ from services.errors import ConfigError, StartupError
 from services.gateway.auth import keys_required
 from services.model.hub import with_checkpoint
 from services.runtime import configure_logging, run_process
+from services.runtime.local_servers import announce
+from services.runtime.run_folder import RunFolder
 from services.supervisor.child import Outlook, RedisProcess
 from services.supervisor.children import MODULES, Children
-from services.supervisor.handover import RunFolder, base_url, check_port, held_ports
+from services.supervisor.handover import base_url, check_port, held_ports
 from services.supervisor.notices import Notices
 from services.supervisor.policy import RestartPolicy
 from services.supervisor.preflight import Preview, preflight
@@ -121,6 +123,7 @@ class Supervisor:
 
     async def _start(self, folder: RunFolder, port: int, ports: ExitStack) -> None:
         redis_url = self._settings.redis_url or await self._start_redis(folder)
+        announce(folder, self._settings, url=base_url(self._settings.host, port), redis_url=redis_url)
         self._notices = Notices(redis_url, self._settings.namespace)
         common = {"redis_url": redis_url, "supervisor_pid": os.getpid(), **self._fabric(folder, ports)}
         common |= {"api_key": None}  # others have no use for it
@@ -138,7 +141,7 @@ class Supervisor:
             outlook = Outlook(spared=partial(self._spared, name, role))
             if role in COMPUTING:
                 changes = changes | {"device": device_of(self._settings, workers.index(name))}
-                outlook = replace(outlook, on_end=partial(self._notices.ended, metrics_port=metrics[name]))
+                outlook = replace(outlook, on_end=partial(self._notices.ended, name=name, metrics_port=metrics[name]))
             if name in self._ranks():
                 changes = changes | {"rank": self._ranks().index(name)}
             await self._children.start_role(name, role, folder.write(name, self._settings, changes), outlook=outlook)

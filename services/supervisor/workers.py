@@ -22,9 +22,10 @@ from services.gateway.exposition import Siblings, parse_upstreams
 from services.metrics import MachineMetrics
 from services.model.hub import with_checkpoint
 from services.runtime import MetricsServer, configure_logging, run_process
+from services.runtime.run_folder import RunFolder
 from services.supervisor.child import Outlook
 from services.supervisor.children import MODULES, Children
-from services.supervisor.handover import RunFolder, base_url, held, held_ports
+from services.supervisor.handover import base_url, held, held_ports
 from services.supervisor.notices import Notices
 from services.supervisor.policy import RestartPolicy
 from services.supervisor.preflight import preflight
@@ -128,7 +129,7 @@ class Workers:
             proven=lambda: readiness.ever,
             lived_s=partial(readiness.served_s, place.name),
             on_start=partial(self._started, place.name, readiness),
-            on_end=partial(notices.ended, metrics_port=place.metrics_port),
+            on_end=partial(notices.ended, name=place.name, metrics_port=place.metrics_port),
         )
         log.info("%s", place)
         config = folder.write(place.name, self._settings, changes)

@@ -1,4 +1,5 @@
-"""Reads for `expertmesh top`: queue, routing table and workers from Redis, workers' numbers from their metrics pages.
+"""Reads for `expertmesh top`: queue, routing table, workers and gateways' latencies from Redis, workers' numbers from
+their metrics pages.
 
 A worker that does not answer is left out and named; what Redis said last stays. Nothing is changed.
 """
@@ -16,26 +17,28 @@ from prometheus_client.parser import text_string_to_metric_families
 from redis.asyncio import Redis
 
 from services.errors import QueueUnavailable
-from services.messages import ExpertInfo, WorkerInfo
+from services.messages import ExpertInfo, GatewayLoad, WorkerInfo
 from services.queue.keys import Keys
 from services.queue.limits import QueueLimits
+from services.queue.loads import LoadReader
 from services.queue.scheduler_side import QueueDepth, SchedulerQueue, WorkerState
 from services.queue.seats import SeatRegistry, SeatState
 from services.queue.tables import TableReader
 from services.routing import RoutingTable
 
-TIMEOUT_S = 1.0
+TIMEOUT_S = 3.0
 """Time after which Redis, or a worker, that does not answer counts as away."""
 _EVERYWHERE = ("0.0.0.0", "::", "[::]")
 
 Page = Mapping[str, float]
-"""A metrics page: the sum over all labels by the name of the series, without prefix."""
+"""A metrics page: the sum over all labels by the name of the series, without prefix. Where a series has the label
+``state``, there is also the sum by ``name/state``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reading:
     """A reading. ``redis_at_s``: time of the last answer of Redis; 0: there was none. ``problem``: why Redis is away.
-    ``pages`` by worker id, without workers that did not answer."""
+    ``gateways`` has the loads that gateways report, by incarnation; ``pages`` those of workers that answered, by id."""
 
     at_s: float
     redis_at_s: float = 0.0
@@ -44,6 +47,7 @@ class Reading:
     table: RoutingTable | None = None
     seats: tuple[SeatState, ...] = ()
     workers: tuple[WorkerState, ...] = ()
+    gateways: Mapping[str, GatewayLoad] = field(default_factory=dict)
     pages: Mapping[str, Page] = field(default_factory=dict)
 
 
@@ -55,6 +59,7 @@ class Reader:
         self._queue = SchedulerQueue(redis, keys, limits)
         self._seats = SeatRegistry(redis, keys, limits)
         self._tables = TableReader(redis, keys, limits)
+        self._loads = LoadReader(redis, keys, limits)
         self._http = httpx.AsyncClient(timeout=TIMEOUT_S, trust_env=False)
         self._clock = clock
         self._last = Reading(at_s=0.0)
@@ -84,6 +89,7 @@ class Reader:
                     table=await self._tables.read_table(),
                     seats=tuple(await self._seats.seats()),
                     workers=tuple(await self._queue.workers()),
+                    gateways=(await self._loads.loads()).gateways,
                     redis_at_s=self._clock(),
                 )
         except QueueUnavailable as error:
@@ -108,7 +114,9 @@ def sums(text: str) -> Page:
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             name = sample.name.removeprefix("expertmesh_")
-            totals[name] = totals.get(name, 0.0) + sample.value
+            keys = [name, f"{name}/{sample.labels['state']}"] if "state" in sample.labels else [name]
+            for key in keys:
+                totals[key] = totals.get(key, 0.0) + sample.value
     return totals
 
 

@@ -121,6 +121,7 @@ EXPERT = messages.ExpertInfo(
     group=2,
     num_experts=8,
     layers=(0, 3),
+    process="experts-1",
 )
 
 
@@ -144,7 +145,27 @@ def test_an_expert_worker_round_trips_and_keeps_its_bytes() -> None:
         "max_experts": None,
         "pod": None,
         "weights": "",
+        "process": "experts-1",
     }
+    assert EXPERT.name == "experts-1"
+
+
+def test_records_of_a_release_without_names_of_processes_are_read() -> None:
+    plain = msgspec.msgpack.decode(messages.encode(EXPERT))
+    del plain["process"]
+    assert messages.decode_expert(msgspec.msgpack.encode(plain)).name == "expert-1"
+    seat = {"number": 7, "worker": "expert-1", "group": 1, "host": "h", "port": 2}
+    table = {"epoch": 3, "fingerprint": "f", "num_experts": 4, "groups": [], "seats": [seat]}
+    assert routing.decode_table(msgspec.msgpack.encode(table)).seats[0].title == "expert-1 (seat 7)"
+
+
+def test_a_newer_record_or_table_is_read_without_what_is_new() -> None:
+    """As members of the release before read the name of a process."""
+    newer = msgspec.msgpack.decode(messages.encode(EXPERT)) | {"new": 1}
+    assert messages.decode_expert(msgspec.msgpack.encode(newer)) == EXPERT
+    seat = {"number": 7, "worker": "expert-1", "group": 1, "host": "h", "port": 2, "new": 1}
+    table = {"epoch": 3, "fingerprint": "f", "num_experts": 4, "groups": [], "seats": [seat]}
+    assert routing.decode_table(msgspec.msgpack.encode(table)).seats[0].number == 7
 
 
 def test_reports_of_a_seat_round_trip_and_keep_their_layout() -> None:
@@ -157,13 +178,26 @@ def test_reports_of_a_seat_round_trip_and_keep_their_layout() -> None:
     assert plain == ["d", {0: [5, 0], 3: [1, 300]}]
 
 
+def test_a_gateways_load_keeps_its_layout_and_that_of_the_release_before_is_read() -> None:
+    latencies = {"ttft": messages.LatencyCounts((0.5, 1.0), (2, 3, 4))}
+    load = messages.GatewayLoad(up_s=9.0, cpu_s=1.0, came=5, ended=4, ttft=(1,), tpot=(2,), wire=2, latencies=latencies)
+    plain = [9.0, 1.0, 5, 4, [1], [2], 2, {"ttft": [[0.5, 1.0], [2, 3, 4]]}]
+    assert msgspec.msgpack.decode(messages.encode(load)) == plain
+    assert messages.decode_gateway_load(messages.encode(load)) == load
+    assert messages.decode_gateway_load(msgspec.msgpack.encode(plain[:-1])).latencies == {}
+    assert messages.decode_gateway_load(msgspec.msgpack.encode([*plain, "new"])) == load
+
+
 def test_a_shorter_report_of_an_older_worker_is_still_read() -> None:
     assert messages.decode_seat_report(msgspec.msgpack.encode(["waiting"])) == messages.SeatReport(status="waiting")
 
 
 def test_a_table_and_a_group_keep_their_layout() -> None:
     group = routing.ShardGroup(number=1, experts={4: (2, 3), 0: (0, 9)})
-    seat = routing.Seat(number=7, worker="expert-1", group=1, host="h", port=2, node="n", capacity=2.0)
+    seat = routing.Seat(
+        number=7, worker="expert-1", group=1, host="h", port=2, node="n", capacity=2.0, process="experts-0"
+    )
+    assert seat.title == "experts-0 (seat 7)"
     table = routing.RoutingTable(epoch=3, fingerprint="f", num_experts=4, groups=(group,), seats=(seat,))
     assert msgspec.msgpack.decode(routing.encode_table(table), strict=False) == {
         "epoch": 3,
@@ -171,7 +205,16 @@ def test_a_table_and_a_group_keep_their_layout() -> None:
         "num_experts": 4,
         "groups": [{"number": 1, "experts": {0: [0, 9], 4: [2, 3]}}],
         "seats": [
-            {"number": 7, "worker": "expert-1", "group": 1, "host": "h", "port": 2, "node": "n", "capacity": 2.0}
+            {
+                "number": 7,
+                "worker": "expert-1",
+                "group": 1,
+                "host": "h",
+                "port": 2,
+                "node": "n",
+                "capacity": 2.0,
+                "process": "experts-0",
+            }
         ],
     }
     assert group.digest == "fb73e77796a78c3e"

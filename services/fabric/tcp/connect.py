@@ -40,7 +40,7 @@ class Facts:
 
 def seat_name(seat: Seat) -> str:
     """Return the name of ``seat`` for logs and errors."""
-    return f"seat {seat.number} ({seat.worker} at {seat.host}:{seat.port})"
+    return f"{seat.name} (seat {seat.number} at {seat.host}:{seat.port})"
 
 
 def connect(seat: Seat, facts: Facts) -> tuple[Peer, Hello]:

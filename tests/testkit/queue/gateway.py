@@ -61,7 +61,7 @@ class Gateway:
     ) -> None:
         metrics = GatewayMetrics(CollectorRegistry())
         self.queue = queue
-        self.table = JobTable(metrics, LatencyTargets(ttft_s=2.0, tpot_s=0.1), Holdings(1 << 30))
+        self.table = JobTable(metrics, LatencyTargets(metrics, ttft_s=2.0, tpot_s=0.1), Holdings(1 << 30))
         self.follower = ResultFollower(
             queue,
             self.table,

@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
+from services.config import Settings
 from services.gateway.auth import Authenticator
 from services.gateway.key_stores import FileKeys, RedisKeys
 from services.queue.keys import Keys
+from services.runtime.local_servers import announce
+from services.runtime.run_folder import RunFolder
 
 NAME = Keys("expertmesh").api_keys
 Run = Callable[..., Any]
@@ -42,7 +45,7 @@ def test_a_key_of_the_file(keys: Run, file: Path) -> None:
 
     rows = keys(0, "list").out.splitlines()
     assert [row.split()[0] for row in rows] == ["alice", "bob"]
-    assert rows[0].endswith("requests_per_minute=60.0  max_concurrency=2  priority=3")
+    assert rows[0].endswith("requests_per_minute=60  max_concurrency=2  priority=3")
     assert rows[1].endswith("  priority=5")
     keys(0, "create", "carol", "--priority", "0")
     assert keys(0, "list").out.splitlines()[2].endswith("  priority=0"), "who may pass all others by is seen"
@@ -105,6 +108,23 @@ def test_a_damaged_file_is_left_alone(keys: Run, file: Path) -> None:
 
 def test_some_place_is_needed(run: Run) -> None:
     assert "--api-keys-file FILE or --redis-url URL" in run(2, "keys", "list").err
+
+
+def test_rates_are_shown_as_they_were_given(keys: Run) -> None:
+    for name, rate in (("often", "1200000"), ("seldom", "0.5")):
+        keys(0, "create", name, "--requests-per-minute", rate)
+        assert f"requests_per_minute={rate}  " in keys(0, "limit", name, "--priority", "5").out
+
+
+def test_keys_go_to_where_the_server_on_this_machine_looks_for_them(run: Run, file: Path, redis_url: str) -> None:
+    with RunFolder() as folder:
+        announce(folder, Settings(model=Path("m"), api_keys_file=file), url="http://here", redis_url=redis_url)
+        run(0, "keys", "create", "alice")
+        assert "alice" in file.read_text()
+        (folder.path / "server.json").unlink()
+        announce(folder, Settings(model=Path("m")), url="http://here", redis_url=redis_url)
+        run(0, "keys", "create", "bob")
+        assert run(0, "keys", "list", "--redis-url", redis_url).out.startswith("bob  ")
 
 
 @pytest.fixture

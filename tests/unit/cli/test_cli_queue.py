@@ -13,6 +13,7 @@ from redis.asyncio import Redis
 from testkit.waiting import LIMIT_S
 
 from services.cli import queue as queue_cli
+from services.config import Settings
 from services.errors import UnreadableMessage
 from services.messages import GenerateRequest, SamplingParams, TokenEvent, WorkerInfo
 from services.queue.dead_letters import DeadLetters
@@ -23,6 +24,8 @@ from services.queue.quarantine import Quarantine
 from services.queue.scheduler_side import SchedulerQueue
 from services.queue.scripts import Scripts
 from services.queue.worker_side import WorkerQueue
+from services.runtime.local_servers import announce
+from services.runtime.run_folder import RunFolder
 
 
 @dataclass
@@ -98,6 +101,10 @@ async def test_list_show_and_drop(deployment: Deployment) -> None:
     shown = (await deployment.run(0, "show", "r1")).out.splitlines()
     rows = {name.strip(): value.strip() for name, value in (line.split("  ", 1) for line in shown)}
     assert (rows["tenant"], rows["prompt"], rows["last worker"]) == ("alice", "11 12", "w")
+    with RunFolder() as folder:
+        announce(folder, Settings(model=Path("m")), url="http://here", redis_url=deployment.url)
+        assert (await asyncio.to_thread(deployment.cli, 0, "queue", "list")).out.startswith("r1  20")
+    assert "No server runs on this machine" in (await asyncio.to_thread(deployment.cli, 2, "queue", "list")).err
     await deployment.run(0, "drop", "r1")
     assert await deployment.letters.list() == []
 

@@ -102,7 +102,7 @@ def worker(
 def test_an_honest_peers_weights_are_taken(worker: Joining, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         assert worker.holds_the_checkpoint()
-    assert "loaded the weights of group 0 from seat 0" in caplog.text
+    assert "loaded the weights of group 0 from experts-0 (seat 0)" in caplog.text
     assert worker.loader.faults.totals() == {}
 
 
@@ -124,7 +124,7 @@ def test_a_peer_that_changed_one_bit_is_found_and_the_disk_is_read(
     assert worker.holds_the_checkpoint()
     assert worker.loader.faults.totals() == {"weights_mismatch": 1}
     (logged,) = [record for record in caplog.records if record.levelno == logging.ERROR]
-    assert "seat 0 (experts-0)" in logged.getMessage()
+    assert "experts-0 (seat 0)" in logged.getMessage()
     assert "is not what the checkpoint holds" in logged.getMessage()
 
 

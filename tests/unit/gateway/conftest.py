@@ -264,7 +264,7 @@ async def _running(
     registry = CollectorRegistry()
     metrics, queue = GatewayMetrics(registry), queue or ScriptedQueue()
     offload, holdings = Offload(metrics), Holdings(answer_bytes)
-    table = JobTable(metrics, LatencyTargets(ttft_s=2.0, tpot_s=0.1), holdings)
+    table = JobTable(metrics, LatencyTargets(metrics, ttft_s=2.0, tpot_s=0.1), holdings)
     follower = ResultFollower(
         queue, table, metrics, lease_s=lease_s, own_lease_s=60.0, request_timeout_s=request_timeout_s
     )

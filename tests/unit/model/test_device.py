@@ -1,12 +1,14 @@
-"""Which GPU a worker takes. The GPUs are made up."""
+"""Which GPU a worker takes, and how much of its memory is used. The GPUs are made up."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from prometheus_client import CollectorRegistry
 
 from services.errors import ConfigError
-from services.model.device import torch_device
+from services.metrics import WorkerMetrics
+from services.model.device import show_memory, torch_device
 
 
 @pytest.fixture
@@ -36,3 +38,20 @@ def test_without_a_gpu_auto_is_the_cpu_and_cuda_is_refused(monkeypatch: pytest.M
     assert torch_device("auto", rank=2) == torch_device("auto:2") == torch.device("cpu")
     with pytest.raises(ConfigError, match="--device cuda cannot be used"):
         torch_device("cuda")
+
+
+def test_memory_is_shown_of_a_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = CollectorRegistry()
+    gauge = WorkerMetrics(registry).gpu_memory
+
+    def shown() -> dict[str, float | None]:
+        return {
+            state: registry.get_sample_value("expertmesh_gpu_memory_bytes", {"state": state})
+            for state in ("used", "free")
+        }
+
+    show_memory(gauge, torch.device("cpu"))
+    assert shown() == {"used": None, "free": None}
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (50, 80) if device.index == 1 else (0, 1))
+    show_memory(gauge, torch.device("cuda:1"))
+    assert shown() == {"used": 30, "free": 50}

@@ -93,8 +93,8 @@ def test_a_seat_that_there_is_no_group_for_holds_up_nobody(caplog: pytest.LogCap
         shortage.note([*serving, lost, seat(4, wish=7)], GROUPS)
     said = [record.getMessage().partition(", so ")[0] for record in caplog.records]
     assert said == [
-        "seat 3 cannot hold any of the 2 shard groups",
-        "seat 4 cannot hold shard group 7, which it asks for",
+        "w3 (seat 3) cannot hold any of the 2 shard groups",
+        "w4 (seat 4) cannot hold shard group 7, which it asks for",
     ]
 
 
@@ -272,6 +272,20 @@ async def test_a_turn_that_finds_nothing_new_weighs_nothing(monkeypatch: pytest.
     placement._repartitioner.target = even_groups([1, 3], 8, 1)
     await placement.turn(1)
     assert weighed == [2, 3, 3, 2, 2]
+
+
+async def test_logs_name_the_processes_of_seats(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    named = [
+        replace(state, info=msgspec.structs.replace(state.info, process=f"experts-{state.number}"))
+        for state in (seat(1, 0), seat(3, 1), seat(4))
+    ]
+    redis: Any = Quiet(published(seat(1, 0), seat(2, 1)), named)
+    await ExpertPlacement(redis, redis, groups=2, clock=lambda: 1.0).turn(1)
+    assert [record.getMessage() for record in caplog.records] == [
+        "routing table 6: 2 seats in 2 groups; new: experts-3 (seat 3); gone: w2 (seat 2)",
+        "assigned experts-4 (seat 4) to shard group 0",
+    ]
 
 
 async def test_the_load_is_followed_although_a_seat_has_no_place() -> None:

@@ -29,8 +29,8 @@ def api(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[ApiServer]:
 
 
 @pytest.fixture
-def status(capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
-    """`expertmesh status`, which must end with ``code``: what it says, ``.out`` and ``.err``."""
+def status(capsys: pytest.CaptureFixture[str], temporary: Path) -> Callable[..., Any]:  # noqa: ARG001
+    """`expertmesh status` where no server runs, which must end with ``code``: what it says, ``.out`` and ``.err``."""
 
     def run(code: int, *argv: str) -> Any:
         assert main(["status", *argv]) == code

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from testkit.kube.api_server import ApiServer
 from testkit.processes.servers import free_port
 from testkit.queue.redis_server import running_redis
 
+from services.config import Settings
 from services.messages import ExpertInfo, SeatReport, SeatStatus, WorkerInfo
 from services.queue.expert_side import ExpertQueue
 from services.queue.gateway_side import GatewayQueue
@@ -23,6 +25,8 @@ from services.queue.scheduler_side import SchedulerQueue
 from services.queue.seats import SeatRegistry
 from services.queue.worker_side import WorkerQueue
 from services.routing import RoutingTable, even_groups
+from services.runtime.local_servers import announce
+from services.runtime.run_folder import RunFolder
 
 
 class Deployment:
@@ -56,12 +60,21 @@ class Deployment:
             host="h",
             pid=1,
             version="0",
+            process="attention",
         )
         await self.worker.register(info, lease_s=60, credit_tokens=9 * credit, credit_requests=credit)
 
     async def seat(self, name: str, group: int, status: SeatStatus = "ready") -> None:
         info = ExpertInfo(
-            id=name, fingerprint="f", host="10.0.0.1", port=7100, memory_bytes=1, pid=1, version="0", group=group
+            id=name,
+            fingerprint="f",
+            host="10.0.0.1",
+            port=7100,
+            memory_bytes=1,
+            pid=1,
+            version="0",
+            group=group,
+            process=f"experts-{group}",
         )
         queue = ExpertQueue(self._redis, self._keys, self._limits)
         await queue.join(info, 60)
@@ -107,10 +120,17 @@ async def test_redis_alone_says_what_is_there(
     await deployment.up()
     found = json.loads((await alone(0, "--json")).out)
     assert (found["servable"], found["redis"]["leader"], found["redis"]["gateways"]) == (True, "scheduler-1", 1)
-    assert found["redis"]["groups"] == {"0": {"seats": 1, "coming": {}}, "1": {"seats": 1, "coming": {}}}
+    assert found["redis"]["groups"] == {
+        "0": {"seats": 1, "coming": {}, "workers": ["experts-0"]},
+        "1": {"seats": 1, "coming": {}, "workers": ["experts-1"]},
+    }
+    assert found["redis"]["workers"] == ["attention"]
+    said = (await alone(0)).out
+    assert "attention workers  1 (attention)\n" in said
+    assert "shard group 0      1 seats (experts-0)\n" in said
     monkeypatch.setenv("KUBECONFIG", "/nowhere")
     said = (await asyncio.to_thread(status, 0, "--redis-url", redis_url)).out
-    assert "neither a kubeconfig nor a pod's account" in said
+    assert said.splitlines()[-1].startswith("shard group 1"), "without a kubeconfig there are no words about pods"
     await deployment.seat("e8", 8, status="waiting")
     said = (await alone(0)).out
     assert "troubles: Shard group 8 is none of the 2 in use: its workers get nothing." in said
@@ -118,9 +138,26 @@ async def test_redis_alone_says_what_is_there(
     await deployment.seat("e2", 1)
     said = (await alone(1)).out
     assert "Shard group 1 has no expert worker in the routing table: 1 not in the table yet." in said
-    assert "shard group 0      1 seats" in said
+    assert "shard group 0      1 seats (experts-0)" in said
     await deployment.attend(credit=0)
     assert "No attention worker takes requests" in (await alone(1)).out
+
+
+async def test_the_only_server_on_this_machine_is_meant_unless_options_name_a_release(
+    redis: Redis, redis_url: str, api: ApiServer, status: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.status.queue.TIMEOUT_S", 60.0)
+    await Deployment(redis).up()
+    with RunFolder() as folder:
+        announce(folder, Settings(model=Path("/m/pocket")), url="http://127.0.0.1:8000", redis_url=redis_url)
+        said = (await asyncio.to_thread(status, 0)).out
+        assert said.startswith("pocket at http://127.0.0.1:8000 serves its model.\n\nleading scheduler  scheduler-1\n")
+        assert "workload" not in said
+        assert json.loads((await asyncio.to_thread(status, 0, "--json")).out)["kubernetes"] is None
+        assert api.lists, "there is a kubeconfig"
+        said = (await asyncio.to_thread(status, 0, "--release", "mesh")).out
+        assert said.startswith("mesh in namespace default serves its model.")
+        assert "leading scheduler" not in said
 
 
 async def test_a_redis_with_known_faults_is_a_trouble(alone: Any) -> None:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -31,8 +31,10 @@ from testkit.waiting import LIMIT_S, eventually
 from services.config import Settings
 from services.errors import CheckpointError, ConfigError, PortInUse
 from services.runtime import FORCED
+from services.runtime.local_servers import LocalServer, local_servers
+from services.runtime.run_folder import RunFolder
 from services.supervisor import Supervisor
-from services.supervisor.handover import RunFolder, base_url, check_port, held_ports
+from services.supervisor.handover import base_url, check_port, held_ports
 
 _ALONE = ("gateway", "scheduler", "attention")
 _EXPERTS: dict[str, Any] = {"layout": "disaggregated", "expert_workers": 2, "expert_groups": 1}
@@ -44,15 +46,6 @@ def offspring() -> Callable[[], list[psutil.Process]]:
     """Our child processes that this test started; servers that other tests share do not count."""
     before = set(psutil.Process().children())
     return lambda: [child for child in psutil.Process().children() if child not in before]
-
-
-@pytest.fixture
-def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The folder of temporary files, with a name that is short enough for sockets."""
-    with tempfile.TemporaryDirectory() as folder:
-        monkeypatch.setenv("TMPDIR", folder)
-        monkeypatch.setattr(tempfile, "tempdir", folder)
-        yield Path(folder)
 
 
 def _supervisor(
@@ -141,6 +134,21 @@ async def test_ready_is_announced_once_and_in_the_end_the_gateway_stops_first_an
     assert names_in(home, "stopped") == ["gateway", "scheduler", "attention"]
     assert not folder.exists()
     assert not offspring()
+
+
+@pytest.mark.usefixtures("temporary")
+async def test_while_it_runs_other_commands_find_it(home: Path) -> None:
+    found: list[LocalServer] = []
+
+    async def during(url: str) -> None:
+        found.extend(local_servers())
+        assert [server.url for server in found] == [url]
+
+    assert await _run(during, namespace="mine", api_keys_file=home / "keys.yaml") == 0
+    [server] = found
+    values = {name: notes_in(home)[0]["settings"][name] for name in ("redis_url", "namespace", "api_keys_file")}
+    assert (server.settings, server.model_name) == (values, "m")
+    assert local_servers() == []
 
 
 async def test_long_names_of_temporary_folders_do_no_harm(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -352,7 +352,7 @@ def test_weights_come_from_a_seat_that_holds_them_and_are_reported_tensor_by_ten
         assert torch.equal(got[layer].w_gate_up_E2FD, weights.w_gate_up_E2FD)
         assert torch.equal(got[layer].w_down_EDF, weights.w_down_EDF)
         assert got[layer].expert_ids == IDS
-    assert reported.begun == [("expert weights from seat 0", sum(reported.parts))]
+    assert reported.begun == [("expert weights from experts-0 (seat 0)", sum(reported.parts))]
     assert sorted(reported.parts) == [3 * 4 * 6 * 4] * 2 + [3 * 2 * 6 * 4 * 4] * 2
 
 
