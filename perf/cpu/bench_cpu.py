@@ -157,7 +157,7 @@ def _hop(cmdline: Sequence[str]) -> str:
     for hop in ("gateway", "scheduler", "attention"):
         if f"services.{hop}" in line:
             return hop
-    return "redis" if "redis-server" in line else "supervisor"
+    return "redis" if "-server" in line else "supervisor"
 
 
 async def rest_round(

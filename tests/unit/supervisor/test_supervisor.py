@@ -157,7 +157,7 @@ async def test_whatever_dies_is_started_again_as_it_was(
         for note in notes_in(home):
             os.kill(note["pid"], signal.SIGKILL)
             await eventually(lambda name=note["role"]: names_in(home).count(name) == 2)
-        path, server = _socket(home), next(child for child in offspring() if child.name() == "redis-server")
+        path, server = _socket(home), next(child for child in offspring() if child.name() in ("redis-server", "valkey-server"))
         server.kill()
         await eventually(lambda: _answers(path) and not server.is_running())
 
