@@ -8,6 +8,7 @@
 # make chaos  10 minutes of dying processes and failing cables under load; CHAOS_MINUTES=1 for less
 # make abuse  what people who mean harm would send, each as a test under the chart's memory limits; make abuse-soak: all of it for
 #             10 minutes beside honest streams; make abuse-crowds: thousands who do nothing; make abuse-pauses: each role stopped
+# make dist   a wheel and a source distribution, in dist/
 # make chart  write what follows from the chart's values: schema, table, manifests/
 # make images, make images-cuda   build the chart's images, by docker or BUILD='buildah bud'; TAG=... names another version
 # make cluster-test   prove the chart on a real cluster (KUBE_TOOL: a program that runs one)
@@ -39,7 +40,7 @@ CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 BUILD_ARGS = $(if $(PIP_INDEX_URL),--build-arg PIP_INDEX_URL=$(PIP_INDEX_URL))
 IMAGE = $(BUILD) -f helm/images/Dockerfile $(BUILD_ARGS)
 
-.PHONY: env run test test-all gpu-test gpu1-test lint types imports check bench-cpu chaos leaks abuse abuse-soak abuse-crowds abuse-pauses fleet fleet-nodes demo-model chart manifests images images-cuda cluster-test cluster-dry \
+.PHONY: env run test test-all gpu-test gpu1-test lint types imports check bench-cpu chaos leaks abuse abuse-soak abuse-crowds abuse-pauses fleet fleet-nodes demo-model dist chart manifests images images-cuda cluster-test cluster-dry \
   constraints locks clean
 
 env: $(STAMP)
@@ -121,6 +122,10 @@ fleet-nodes: env
 
 demo-model: env
 	examples/pocket-moe/rebuild.sh
+
+dist: env
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation
 
 chart: env
 	$(BIN)/python helm/generate.py

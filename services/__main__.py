@@ -1,10 +1,8 @@
-"""``python -m services`` and the console script ``expertmesh``."""
+"""``python -m services`` runs the command ``expertmesh`` of a clone."""
 
 import sys
 
 from services.cli.main import main
-
-__all__ = ["main"]
 
 if __name__ == "__main__":
     sys.exit(main())

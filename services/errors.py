@@ -6,6 +6,7 @@ A user's fault or a passing condition is raised as one of these, travels back al
     ExpertMeshError
     |-- StartupError            a role cannot start; the process exits with ``exit_code``
     |   |-- ConfigError         an option is unknown, malformed or contradicts another
+    |   |   `-- WorkerExtraMissing  torch, or what else the extra `worker` installs, is not there
     |   |-- CheckpointError     the model folder is incomplete, damaged or has tensors that do not belong to it
     |   |   `-- UnsupportedModel    the architecture or a feature of it is not implemented
     |   |-- PortInUse           another process listens on the address
@@ -100,6 +101,18 @@ class StartupError(ExpertMeshError):
 class ConfigError(StartupError):
     code = "config_error"
     exit_code = 2
+
+
+class WorkerExtraMissing(ConfigError):
+    """``package`` is not installed, one of those that attention and expert workers need."""
+
+    code = "worker_extra_missing"
+    packages: ClassVar = frozenset({"numpy", "safetensors", "torch"})
+
+    def __init__(self, package: str) -> None:
+        super().__init__(
+            f"The Python package {package} is not installed.", hint="Run `pip install 'expertmesh[worker]'`."
+        )
 
 
 class CheckpointError(StartupError):

@@ -155,9 +155,9 @@ def cpu_s(server: Served) -> dict[str, float]:
 def _hop(cmdline: Sequence[str]) -> str:
     line = " ".join(cmdline)
     for hop in ("gateway", "scheduler", "attention"):
-        if f"services.{hop}" in line:
+        if f"expertmesh {hop}" in line:
             return hop
-    return "redis" if "redis-server" in line else "supervisor"
+    return "redis" if "-server" in line else "supervisor"
 
 
 async def rest_round(

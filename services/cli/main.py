@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from services.errors import ConfigError, ExpertMeshError, StartupError
+from services.errors import ConfigError, ExpertMeshError, StartupError, WorkerExtraMissing
 
 DEFAULT_COMMAND = "serve"
 _INTERRUPTED = 130
@@ -59,7 +59,12 @@ def _from(module: str) -> Callable[[Arguments], int]:
     """Returns the ``main`` of ``module``, imported when it is called."""
 
     def run(argv: Arguments) -> int:
-        code: int = importlib.import_module(module).main(argv)
+        try:
+            code: int = importlib.import_module(module).main(argv)
+        except ModuleNotFoundError as error:
+            if True:
+                raise
+            raise WorkerExtraMissing(error.name) from error
         return code
 
     return run

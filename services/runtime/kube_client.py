@@ -1,14 +1,14 @@
 """The API server of Kubernetes, for processes that read and change nothing: clients of it, and their GETs.
 
-The `kubernetes` package is imported where it is used: most processes never ask. Its generated calls and models are not
-used; images leave them out (helm/images/Dockerfile).
+The `kubernetes` package is an extra and imported where it is used: most processes never ask. Its generated calls and
+models are not used; images leave them out (helm/images/Dockerfile).
 """
 
 from __future__ import annotations
 
 import socket
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -97,15 +97,27 @@ class Answer:
             raise KubernetesUnavailable(f"The API server closed the connection: {error}") from error
 
 
+@contextmanager
+def kubernetes_extra() -> Iterator[None]:
+    """Turn an import of the `kubernetes` package that fails into KubernetesUnavailable, which says what to install."""
+    try:
+        yield
+    except ImportError as error:
+        raise KubernetesUnavailable(
+            f"The Python package {error.name} is not installed.", hint="Run `pip install 'expertmesh[kubernetes]'`."
+        ) from error
+
+
 def in_pod_client() -> ApiClient:
     """Return a client with the rights of this pod's service account. It reads the token again when that was renewed.
 
     Raises:
-        KubernetesUnavailable: this is no pod, or one without a token.
+        KubernetesUnavailable: this is no pod, or one without a token, or the `kubernetes` package is missing.
     """
-    from kubernetes.client.configuration import Configuration
-    from kubernetes.config.config_exception import ConfigException
-    from kubernetes.config.incluster_config import load_incluster_config
+    with kubernetes_extra():
+        from kubernetes.client.configuration import Configuration
+        from kubernetes.config.config_exception import ConfigException
+        from kubernetes.config.incluster_config import load_incluster_config
 
     configuration = Configuration()
     try:

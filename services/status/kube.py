@@ -10,7 +10,7 @@ from pathlib import Path
 
 from services.errors import KubernetesForbidden, KubernetesUnavailable
 from services.kube import ACCOUNT, GROUP_OF, GROUPS_API, INSTANCE, NAME, ROLE
-from services.runtime.kube_client import KubeClient, client_of, in_pod_client, pod_namespace
+from services.runtime.kube_client import KubeClient, client_of, in_pod_client, kubernetes_extra, pod_namespace
 from services.status.fetch import FETCH
 from services.status.reasons import Object
 from services.status.release import SERVING, Pod, Release, release, releases
@@ -169,12 +169,10 @@ def connected(context: str | None) -> tuple[KubeClient, str]:
     """
     if context is None and in_cluster():
         return KubeClient(in_pod_client()), pod_namespace()
-    try:
+    with kubernetes_extra():
         from kubernetes.client.configuration import Configuration
         from kubernetes.config import ConfigException, list_kube_config_contexts
         from kubernetes.config import load_kube_config as load
-    except ImportError as error:
-        raise KubernetesUnavailable(f"{error.name} is missing.", hint="Install the package `kubernetes`.") from error
     settings, file = Configuration(), _kubeconfig()
     try:
         load(file, context=context, client_configuration=settings)  # type: ignore[no-untyped-call]

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import sys
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +16,10 @@ from services.runtime.tasks import first_done
 from services.supervisor.child import Child, Outlook, RoleProcess, Running
 from services.supervisor.policy import RestartPolicy
 
-MODULES: Mapping[Role, str] = {
-    GATEWAY: "services.gateway",
-    SCHEDULER: "services.scheduler",
-    ATTENTION: "services.attention",
-    COLOCATED: "services.colocated",
-    EXPERTS: "services.experts",
+COMMANDS: Mapping[Role, Sequence[str]] = {
+    role: ("-m", "expertmesh", role) for role in (GATEWAY, SCHEDULER, ATTENTION, COLOCATED, EXPERTS)
 }
-"""The module that runs each role, in the order in which roles are stopped: the gateway drains while others work."""
+"""What Python runs for each role, in the order in which roles are stopped: the gateway drains while others work."""
 
 log = logging.getLogger(__name__)
 
@@ -32,18 +28,18 @@ class Children:
     """The children of one supervisor.
 
     Args:
-        modules: role -> the module that runs it, in the order of stopping; tests bring others than the real ones.
+        commands: role -> what Python runs for it, in the order of stopping; tests bring others than the real ones.
         stop_margin_s: a child that has not ended so many seconds after it should have is killed.
     """
 
     def __init__(
         self,
-        modules: Mapping[Role, str],
+        commands: Mapping[Role, Sequence[str]],
         *,
         new_policy: Callable[[], RestartPolicy],
         stop_margin_s: float,
     ) -> None:
-        self._modules = modules
+        self._commands = commands
         self._new_policy = new_policy
         self._stop_margin_s = stop_margin_s
         self._children: list[tuple[Role | None, Child]] = []
@@ -59,8 +55,8 @@ class Children:
 
     async def start_role(self, name: str, role: Role, config: Path, *, outlook: Outlook) -> None:
         """Start a process for ``role`` with the settings in ``config``, and watch it."""
-        # -P: a folder named services in the working directory must not be imported instead of ours.
-        command = [sys.executable, "-P", "-m", self._modules[role], "--config", str(config)]
+        # -P: a folder named expertmesh in the working directory must not be imported instead of ours.
+        command = [sys.executable, "-P", *self._commands[role], "--config", str(config)]
         await self.start(name, RoleProcess(command, os.environ, outlook.on_end), role, outlook=outlook)
 
     def well_others(self, name: str, *roles: Role) -> int:
@@ -88,8 +84,8 @@ class Children:
         return 0 if stopped else next(code for code in codes if code is not None)
 
     async def stop(self, settings: Settings) -> None:
-        """Stop the children role by role, in the order of the modules; last those that all others need."""
-        order: Iterable[Role | None] = (*self._modules, None)
+        """Stop the children role by role, in the order of the commands; last those that all others need."""
+        order: Iterable[Role | None] = (*self._commands, None)
         for role in order:
             timeout_s = _drain_s(role, settings) + self._stop_margin_s
             of_role = [child for its, child in self._children if its == role]

@@ -8,6 +8,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from services.errors import WorkerExtraMissing
+
 _NAME_BYTES = 256
 
 
@@ -21,7 +23,7 @@ class Gpus:
 
 
 def find_gpus() -> Gpus:
-    """Return the GPUs of CUDA_VISIBLE_DEVICES, or of the machine."""
+    """Return the GPUs of CUDA_VISIBLE_DEVICES, or of the machine. Raises WorkerExtraMissing where there is no torch."""
     built = _torch_version_file()
     if re.search(r"^hip\b.*=\s*['\"]", built, re.MULTILINE):
         return Gpus()
@@ -51,7 +53,9 @@ def _name(driver: ctypes.CDLL, number: int) -> str:
 def _torch_version_file() -> str:
     """Return the text of torch's version.py, which names what torch was built for; empty if it is not found."""
     found = importlib.util.find_spec("torch")
-    if found is None or found.origin is None:
+    if found is None:
+        raise WorkerExtraMissing("torch")
+    if found.origin is None:
         return ""
     file = Path(found.origin).with_name("version.py")
     return file.read_text(encoding="utf-8") if file.is_file() else ""

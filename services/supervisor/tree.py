@@ -11,7 +11,7 @@ import logging
 import os
 import secrets
 import sys
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -26,7 +26,7 @@ from services.runtime import configure_logging, run_process
 from services.runtime.local_servers import announce
 from services.runtime.run_folder import RunFolder
 from services.supervisor.child import Outlook, RedisProcess
-from services.supervisor.children import MODULES, Children
+from services.supervisor.children import COMMANDS, Children
 from services.supervisor.handover import base_url, check_port, held_ports
 from services.supervisor.notices import Notices
 from services.supervisor.policy import RestartPolicy
@@ -63,14 +63,14 @@ def _with_checkpoint(settings: Settings) -> Settings:
 
 
 class Supervisor:
-    """Supervisor of one server. ``modules`` and ``check`` tie it to the real roles."""
+    """Supervisor of one server. ``commands`` and ``check`` tie it to the real roles."""
 
     def __init__(
         self,
         settings: Settings,
         *,
         on_ready: OnReady | None = None,
-        modules: Mapping[Role, str] = MODULES,
+        commands: Mapping[Role, Sequence[str]] = COMMANDS,
         check: Callable[[Settings], Preview | None] = preflight,
         new_policy: Callable[[], RestartPolicy] = RestartPolicy,
         stop_margin_s: float = 5.0,
@@ -78,10 +78,10 @@ class Supervisor:
         self._settings = settings
         self._on_ready = on_ready
         self._key: str | None = None
-        self._modules = modules
+        self._commands = commands
         self._preflight = check
         self._preview: Preview | None = None
-        self._children = Children(modules, new_policy=new_policy, stop_margin_s=stop_margin_s)
+        self._children = Children(commands, new_policy=new_policy, stop_margin_s=stop_margin_s)
         self._notices: Notices | None = None
 
     async def run(self, stop: asyncio.Event) -> int:
@@ -165,9 +165,9 @@ class Supervisor:
 
     def _processes(self) -> dict[str, Role]:
         """Return name -> role of every process, in the order in which they are stopped."""
-        names: dict[Role, list[str]] = {role: [role] for role in self._modules}
+        names: dict[Role, list[str]] = {role: [role] for role in self._commands}
         names |= computing(self._settings)
-        return {name: role for role in self._modules for name in names[role]}
+        return {name: role for role in self._commands for name in names[role]}
 
     def _spared(self, name: str, role: Role) -> bool:
         """Return whether the server goes on without the process ``name``, which keeps failing."""

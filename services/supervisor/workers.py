@@ -24,7 +24,7 @@ from services.model.hub import with_checkpoint
 from services.runtime import MetricsServer, configure_logging, run_process
 from services.runtime.run_folder import RunFolder
 from services.supervisor.child import Outlook
-from services.supervisor.children import MODULES, Children
+from services.supervisor.children import COMMANDS, Children
 from services.supervisor.handover import base_url, held, held_ports
 from services.supervisor.notices import Notices
 from services.supervisor.policy import RestartPolicy
@@ -51,13 +51,13 @@ def run_workers(settings: Settings) -> int:
 
 
 class Workers:
-    """Supervisor of one machine's workers. ``modules`` and ``check`` tie it to the real roles."""
+    """Supervisor of one machine's workers. ``commands`` and ``check`` tie it to the real roles."""
 
     def __init__(
         self,
         settings: Settings,
         *,
-        modules: Mapping[Role, str] = MODULES,
+        commands: Mapping[Role, Sequence[str]] = COMMANDS,
         check: Callable[[Settings], object] = preflight,
         new_policy: Callable[[], RestartPolicy] = RestartPolicy,
         stop_margin_s: float = 5.0,
@@ -68,7 +68,7 @@ class Workers:
         self._stuck_s = stuck_s
         self._registry = CollectorRegistry()
         self._starts = MachineMetrics(self._registry).starts
-        self._children = Children(modules, new_policy=new_policy, stop_margin_s=stop_margin_s)
+        self._children = Children(commands, new_policy=new_policy, stop_margin_s=stop_margin_s)
 
     async def run(self, stop: asyncio.Event) -> int:
         """Start all, wait for ``stop`` or for a worker that cannot be kept alive, stop all.

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import pytest
+from testkit.kube.chart import PACKAGES
 from testkit.kube.cluster import TAG, Cluster, table, until
 from testkit.kube.release import NAME, PREFIX, PYTHON, WAIT, Release
 
@@ -58,7 +59,7 @@ def test_a_control_role_is_loaded_in_two_seconds(installed: Installed, role: str
     """The time is processor time: what else runs on this machine must not count."""
     release = installed.release
     look = f"import services.{role}.role, time; {WATCHING if role == 'scheduler' else ''}print(time.process_time())"
-    python = ("deploy/" + f"{PREFIX}-{role}", "--", PYTHON, "-c", look)
+    python = ("deploy/" + f"{PREFIX}-{role}", "--", "env", f"PYTHONPATH={PACKAGES}", PYTHON, "-c", look)
     seconds = min(float(release.kubectl("exec", *python)) for _ in range(3))
     print(f"\n{role} loads in {seconds:.2f} s")
     assert seconds < 2

@@ -24,7 +24,7 @@ for pid in filter(str.isdigit, os.listdir("/proc")):
         words = open(f"/proc/{pid}/cmdline").read().split("\\0")
     except OSError:  # it has just ended
         continue
-    if "services.colocated" in words:
+    if words[3:5] == ["expertmesh", "colocated"]:
         print(pid)
 """
 KILL = "import os, signal, sys; os.kill(int(sys.argv[1]), signal.SIGKILL)"

@@ -13,7 +13,7 @@ from redis.asyncio import Redis
 from testkit.fabric.expert_floor import Floor
 from testkit.native import Absent
 from testkit.queue.redis_server import APPEND_ONLY, LOADS, NAMESPACE, RedisServer, running_redis
-from testkit.queue.redis_versions import CHARTED, OLDEST, binary_of
+from testkit.queue.redis_versions import CHARTED, EMBEDDED, OLDEST, binary_of
 
 from services.messages import (
     AttemptLost,
@@ -204,7 +204,13 @@ class Bench:
         return [request.id for request in claimed]
 
 
-@pytest.fixture(scope="session", params=[CHARTED, pytest.param(OLDEST, marks=pytest.mark.night("services/queue"))])
+@pytest.fixture(
+    scope="session",
+    params=[
+        CHARTED,
+        *(pytest.param(each, marks=pytest.mark.night("services/queue")) for each in (OLDEST, EMBEDDED)),
+    ],
+)
 def redis_server(request: pytest.FixtureRequest) -> Iterator[RedisServer]:
     try:
         binary = binary_of(request.param)

@@ -33,7 +33,7 @@ def connecting(selector: str, account: Path = ACCOUNT) -> Callable[[], Api]:
     """Make connections with this pod's service account, for workloads that ``selector`` finds.
 
     Raises:
-        ConfigError: this is no pod, or one without a token.
+        ConfigError: this is no pod, or one without a token, or the `kubernetes` package is missing.
     """
     try:
         namespace = pod_namespace(account)

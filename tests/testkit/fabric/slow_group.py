@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from testkit.fabric import slow
+from testkit.kube.chart import PACKAGES
 from testkit.kube.cluster import Cluster
 
 _NAME, _FOLDER, _PAIR_S = "slow-rows", "/etc/slow-rows", "SLOW_PAIR_SECONDS"
@@ -33,7 +34,7 @@ def slow_group(group: int, pair_s: float) -> list[str]:
     """Words for helm: a row takes a seat of ``group`` so long with each of its experts, at least."""
     own = {
         "extraEnv": [
-            {"name": "PYTHONPATH", "value": f"{_FOLDER}:/opt/worker"},
+            {"name": "PYTHONPATH", "value": f"{_FOLDER}:/opt/worker:{PACKAGES}"},
             {"name": _PAIR_S, "value": str(pair_s)},
         ],
         "extraVolumes": [{"name": _NAME, "configMap": {"name": _NAME}}],

@@ -14,6 +14,8 @@ ROOT = Path(__file__).resolve().parents[3]
 CHART = ROOT / "helm/expertmesh"
 NAME = "mesh"
 """Of the release."""
+PACKAGES = "/opt/expertmesh/lib/python3.11/site-packages/expertmesh/_packages"
+"""Where services and moe_kernels are in the images."""
 WORKLOADS = ("Deployment", "StatefulSet", "Job")
 ROLES = ("gateway", "scheduler", "attention", "experts")
 KEDA = ("keda.sh/v1alpha1",)

@@ -239,7 +239,7 @@ class Server:
         found = []
         for child in psutil.Process(self.proc.pid).children():
             with contextlib.suppress(psutil.Error):  # it ended meanwhile
-                if f"services.{role}" in child.cmdline():
+                if ["expertmesh", role] == child.cmdline()[3:5]:
                     found.append((child.create_time(), child))
         return [child for _, child in sorted(found, key=lambda pair: pair[0])]
 

@@ -21,7 +21,9 @@ from services.supervisor.policy import RestartPolicy
 from testkit.waiting import LIMIT_S, eventually
 
 Notes = list[dict[str, Any]]
-MODULES: dict[Role, str] = dict.fromkeys(("gateway", "scheduler", "attention", "colocated", "experts"), "fake_role")
+COMMANDS: dict[Role, tuple[str, ...]] = dict.fromkeys(
+    ("gateway", "scheduler", "attention", "colocated", "experts"), ("-m", "fake_role")
+)
 
 
 def notes_in(home: Path, what: str = "started") -> Notes:

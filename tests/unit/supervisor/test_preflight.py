@@ -11,7 +11,8 @@ import pytest
 from testkit.models.checkpoints import save_checkpoint
 
 from services.config import Settings
-from services.errors import CheckpointError, ConfigError
+from services.errors import CheckpointError, ConfigError, WorkerExtraMissing
+from services.supervisor import gpus as finding
 from services.supervisor.gpus import Gpus, find_gpus
 from services.supervisor.preflight import Preview, preflight
 from services.supervisor.tree import _missing
@@ -102,6 +103,12 @@ def test_gpus_are_found_as_torch_finds_them() -> None:
     import torch
 
     assert len(find_gpus().names) == (torch.cuda.device_count() if torch.cuda.is_available() else 0)
+
+
+def test_without_torch_the_extra_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(finding.importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(WorkerExtraMissing, match=r"package torch is not installed.*'expertmesh\[worker\]'"):
+        preflight(Settings(model=folder))
 
 
 def test_serve_refuses_within_a_second_of_its_imports_and_starts_nothing(folder: Path) -> None:

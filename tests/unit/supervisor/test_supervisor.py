@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 from testkit.processes.stand_in_roles import (
-    MODULES,
+    COMMANDS,
     few_tries,
     killed_and_reported,
     names_in,
@@ -54,7 +54,7 @@ def _supervisor(
     return Supervisor(
         Settings(**({"model": "m", "port": 0, "drain_timeout": 5.0} | values)),  # type: ignore[arg-type]
         on_ready=on_ready,
-        modules=MODULES,
+        commands=COMMANDS,
         check=lambda _: None,
         new_policy=few_tries,
         stop_margin_s=stop_margin_s,
@@ -165,7 +165,10 @@ async def test_whatever_dies_is_started_again_as_it_was(
         for note in notes_in(home):
             os.kill(note["pid"], signal.SIGKILL)
             await eventually(lambda name=note["role"]: names_in(home).count(name) == 2)
-        path, server = _socket(home), next(child for child in offspring() if child.name() == "redis-server")
+        path, server = (
+            _socket(home),
+            next(child for child in offspring() if child.name() in ("redis-server", "valkey-server")),
+        )
         server.kill()
         await eventually(lambda: _answers(path) and not server.is_running())
 
@@ -273,7 +276,7 @@ async def test_each_layout_has_its_workers(
     assert started["scheduler"]["expert_groups"] == (3 if options.get("layout") == "colocated" else None)
     ended = [name.partition("-")[0] for name in names_in(home, "stopped")]
     assert len(ended) == 2 + len(names)
-    assert ended == sorted(ended, key=list(MODULES).index), "experts after those who use them"
+    assert ended == sorted(ended, key=list(COMMANDS).index), "experts after those who use them"
 
 
 async def test_expert_workers_are_stopped_together(home: Path) -> None:
@@ -418,8 +421,8 @@ from services.config import Settings
 from services.runtime import run_process
 from services.supervisor import Supervisor
 
-modules = dict.fromkeys(("gateway", "scheduler", "attention"), "fake_role")
-supervisor = Supervisor(Settings(model="m", port=0), modules=modules, check=lambda _: None)
+commands = dict.fromkeys(("gateway", "scheduler", "attention"), ("-m", "fake_role"))
+supervisor = Supervisor(Settings(model="m", port=0), commands=commands, check=lambda _: None)
 run_process(supervisor.run, force=supervisor.kill)
 """
 

@@ -17,7 +17,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from testkit.processes.servers import free_ports
 from testkit.processes.stand_in_roles import (
-    MODULES,
+    COMMANDS,
     few_tries,
     killed_and_reported,
     names_in,
@@ -45,7 +45,7 @@ def _workers(
     common = {"model": "m", "redis_url": "redis://h", "fabric_secret_file": secret, "drain_timeout": 5.0}
     return Workers(
         Settings(**(common | values)),  # type: ignore[arg-type]
-        modules=MODULES,
+        commands=COMMANDS,
         check=lambda _: None,
         new_policy=new_policy,
         stuck_s=stuck_s,

@@ -1,0 +1,1 @@
+"""The one name that a wheel of expertmesh brings into an environment."""

@@ -1,0 +1,24 @@
+"""The command ``expertmesh``, which ``python -m expertmesh`` runs, too.
+
+A wheel keeps ``services`` and ``moe_kernels`` in a folder of this package, which is on the path of processes that start
+here and of no others: in an environment, such names belong to nobody. In a clone they lie beside this package.
+"""
+
+import sys
+from pathlib import Path
+
+PACKAGES = Path(__file__).with_name("_packages")
+"""The root of what a wheel brings; the paths below it are those of a clone, but for kernels/moe_kernels."""
+
+
+def main() -> int:
+    """Runs the command in the process's arguments and returns its exit code."""
+    if PACKAGES.is_dir():
+        sys.path.insert(0, str(PACKAGES))
+    from services.cli.main import main as run
+
+    return run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
