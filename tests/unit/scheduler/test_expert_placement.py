@@ -283,7 +283,7 @@ async def test_logs_name_the_processes_of_seats(caplog: pytest.LogCaptureFixture
     redis: Any = Quiet(published(seat(1, 0), seat(2, 1)), named)
     await ExpertPlacement(redis, redis, groups=2, clock=lambda: 1.0).turn(1)
     assert [record.getMessage() for record in caplog.records] == [
-        "routing table 6: 2 seats in 2 groups; new: experts-3 (seat 3); gone: w2 (seat 2)",
+        "published routing table 6: 2 seats in 2 shard groups; added: experts-3 (seat 3); removed: w2 (seat 2)",
         "assigned experts-4 (seat 4) to shard group 0",
     ]
 
