@@ -57,9 +57,9 @@ async def _run(given: dict[str, Any], settings: Settings) -> int:
         raise ConfigError(
             "Which queue?", hint="Give the server's Redis with --redis-url; `serve` logs it as it starts."
         )
-    settings = with_checkpoint(settings, weights=False)
+    redis_url, settings = settings.redis_url, with_checkpoint(settings, weights=False)
     codec = load_codec(settings.model, read_tokenizer_config(settings.model)) if settings.model else None
-    redis = connect(settings.redis_url)
+    redis = connect(redis_url)
     keys, limits = Keys(settings.namespace), QueueLimits.of(settings)
     letters = DeadLetters(redis, keys, limits)
     try:
