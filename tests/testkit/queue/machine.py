@@ -349,7 +349,7 @@ class World:
         leader.claimed = []
 
     async def reap(self, leader: Leader) -> None:
-        await leader.queue.reap(leader.epoch, 100)
+        await leader.queue.reap(leader.epoch, 10_000)  # all there is: the model knows of no parts
 
     # What happens to Redis
 
