@@ -1,8 +1,4 @@
-"""Ranks in lock-step on GPUs, each in a process of its own, as they are in the product.
-
-Within one process a rank could wait for ever: the driver lets an allocation on one GPU wait for kernels of the others,
-and those of NCCL wait for the rank that allocates.
-"""
+"""Ranks in lock-step on GPUs, each in a process of its own, as they are in the product."""
 
 from __future__ import annotations
 
