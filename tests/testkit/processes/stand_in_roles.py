@@ -27,10 +27,10 @@ COMMANDS: dict[Role, tuple[str, ...]] = dict.fromkeys(
 
 
 def notes_in(home: Path, what: str = "started") -> Notes:
-    """In the order in which they were made."""
+    """In the order in which they were made, those being written left out."""
     path = home / "notes"
-    notes = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return [note for note in notes if note["what"] == what]
+    written = path.read_text().rpartition("\n")[0] if path.exists() else ""
+    return [note for note in map(json.loads, written.splitlines()) if note["what"] == what]
 
 
 def names_in(home: Path, what: str = "started") -> list[str]:

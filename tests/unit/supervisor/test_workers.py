@@ -153,7 +153,7 @@ async def test_while_they_end_none_is_ready_and_a_second_signal_does_not_wait(ho
     (home / "pages").touch()
     (home / "colocated-0.stubborn").touch()
     port, stop = free_ports(3), asyncio.Event()
-    workers = _workers(home, **SEATS, metrics_port=port)
+    workers = _workers(home, **SEATS, metrics_port=port, drain_timeout=LIMIT_S)
     running = asyncio.create_task(workers.run(stop))
     await _until_ready(port)
     stop.set()

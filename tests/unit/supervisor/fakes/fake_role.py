@@ -25,7 +25,7 @@ role = Path(sys.argv[2]).stem
 
 class Ready(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
-        up = {json.loads(line)["role"] for line in (home / "notes").read_text().splitlines()}
+        up = {json.loads(line)["role"] for line in (home / "notes").read_text().rpartition("\n")[0].splitlines()}
         self.send_response(503 if (home / "not-ready").exists() or len(up) < 3 else 200)
         self.end_headers()
         self.wfile.write(b"waiting for a worker")
