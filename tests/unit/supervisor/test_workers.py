@@ -157,7 +157,7 @@ async def test_while_they_end_none_is_ready_and_a_second_signal_does_not_wait(ho
     running = asyncio.create_task(workers.run(stop))
     await _until_ready(port)
     stop.set()
-    await _until_ready(port, "waiting for colocated-0 (its end), colocated-1 (its end)\n")
+    await _until_ready(port, "waiting for colocated-0 (its exit), colocated-1 (its exit)\n")
     await eventually(lambda: notes_in(home, "stopped"))
     assert not running.done()
     workers.kill()
