@@ -28,6 +28,7 @@ from services.runtime.tasks import end_tasks
 
 _ACTIONS = ("list", "show", "retry", "drop", "unreadable")
 _WITHOUT_ID = ("list", "unreadable")
+_WITH_TEXT = ("show", "retry")
 _BLOCK_MS = 1_000
 _SHOWN_BYTES = 256
 
@@ -59,9 +60,11 @@ def main(argv: Sequence[str]) -> int:
 async def _run(given: dict[str, Any], settings: Settings) -> int:
     if settings.redis_url is None:
         raise ConfigError("Which queue?", hint="No server runs on this machine: give its Redis with --redis-url.")
-    redis_url, settings = settings.redis_url, with_checkpoint(settings, weights=False)
-    codec = load_codec(settings.model, read_tokenizer_config(settings.model)) if settings.model else None
-    redis = connect(redis_url)
+    codec = None
+    if settings.model and given["action"] in _WITH_TEXT:
+        settings = with_checkpoint(settings, weights=False)
+        codec = load_codec(settings.model, read_tokenizer_config(settings.model))
+    redis = connect(settings.redis_url)
     keys, limits = Keys(settings.namespace), QueueLimits.of(settings)
     letters = DeadLetters(redis, keys, limits)
     try:
