@@ -69,7 +69,7 @@ class Gateway:
     def __init__(self, deployment: Deployment) -> None:
         metrics = GatewayMetrics(CollectorRegistry())
         self.queue = GatewayQueue(deployment.connection(), KEYS, "gateway", deployment.limits)
-        self.table = JobTable(metrics, LatencyTargets(ttft_s=2.0, tpot_s=0.1), Holdings(1 << 30))
+        self.table = JobTable(metrics, LatencyTargets(metrics, ttft_s=2.0, tpot_s=0.1), Holdings(1 << 30))
         self.follower = ResultFollower(
             self.queue, self.table, metrics, lease_s=1.0, own_lease_s=30, request_timeout_s=60
         )

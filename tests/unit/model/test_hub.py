@@ -87,7 +87,7 @@ def test_a_plan_takes_the_configuration_alone(use: Use, tmp_path: Path) -> None:
     assert _names(folder) == ["config.json"]
     (tmp_path / "here").mkdir()
     assert config_folder(_settings("here")) == Path("here")
-    with pytest.raises(ConfigError, match="--revision v1 is of a model on the hub"):
+    with pytest.raises(ConfigError, match="--revision v1 needs a model of the hub"):
         config_folder(_settings("here", revision="v1"))
 
 
