@@ -62,7 +62,7 @@ def _from(module: str) -> Callable[[Arguments], int]:
         try:
             code: int = importlib.import_module(module).main(argv)
         except ModuleNotFoundError as error:
-            if True:
+            if error.name not in WorkerExtraMissing.packages:
                 raise
             raise WorkerExtraMissing(error.name) from error
         return code
