@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -54,7 +55,9 @@ def test_help_lists_every_command(run: Run) -> None:
 
 @pytest.mark.parametrize("command", sorted(set(COMMANDS) - {"version"}))
 def test_every_command_has_help(command: str, run: Run) -> None:
-    assert f"usage: expertmesh {command}" in run(0, command, "--help").out
+    text = run(0, command, "--help").out
+    assert f"usage: expertmesh {command}" in text
+    assert re.findall(r"^  (\S+(?: \S+)*)\n(?! {4})", text, re.MULTILINE) == [], "arguments without a description"
 
 
 @pytest.mark.parametrize("package", ["torch", "safetensors.torch"])
