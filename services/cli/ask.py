@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -29,14 +30,15 @@ def main(argv: Sequence[str]) -> int:
     given = _parser().parse_args(argv)
     key = os.environ.get(_KEY)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
+    url = _root(given.url)
     try:
-        with httpx.Client(base_url=given.url, headers=headers, timeout=given.timeout, trust_env=False) as client:
+        with httpx.Client(base_url=url, headers=headers, timeout=given.timeout, trust_env=False) as client:
             words = 0
             for text in _texts(client, given):
                 words += 1
                 print(text, end="", flush=True)
     except httpx.HTTPError as error:
-        raise NoAnswer(f"{given.url} does not answer: {error or type(error).__name__}.") from error
+        raise NoAnswer(f"{url} does not answer: {str(error).rstrip('.') or type(error).__name__}.") from error
     print()
     if not words:
         raise NoAnswer("The stream ended without a token.")
@@ -47,8 +49,11 @@ def _parser() -> argparse.ArgumentParser:
     parser = OptionParser(
         "expertmesh ask", f"Stream one completion from a running server. {_KEY} is sent if it is set."
     )
-    parser.add_argument("prompt")
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="the gateway (default: %(default)s)")
+    parser.add_argument("prompt", help="text to complete; - reads it from the standard input")
+    parser.add_argument(
+        "--chat", action="store_true", help="send it as a user's chat message: for models that follow instructions"
+    )
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="the server (default: %(default)s)")
     parser.add_argument("--model", metavar="NAME", help="default: the model that the server lists")
     parser.add_argument("--max-tokens", type=int, default=40, metavar="N", help="default: %(default)s")
     parser.add_argument(
@@ -61,10 +66,21 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _root(url: str) -> str:
+    """Returns the address that `serve` prints, or HOST:PORT, as that of the server's root."""
+    return (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
+
+
 def _texts(client: httpx.Client, given: argparse.Namespace) -> Iterator[str]:
     model = given.model or _checked(client.get("/v1/models")).json()["data"][0]["id"]
-    body = {"model": model, "prompt": given.prompt, "max_tokens": given.max_tokens, "temperature": 0, "stream": True}
-    with client.stream("POST", "/v1/completions", json=body) as response:
+    prompt = sys.stdin.read() if given.prompt == "-" else given.prompt
+    path, what = (
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": prompt}]})
+        if given.chat
+        else ("/v1/completions", {"prompt": prompt})
+    )
+    body = {"model": model, **what, "max_tokens": given.max_tokens, "temperature": 0, "stream": True}
+    with client.stream("POST", path, json=body) as response:
         if response.status_code != 200:
             response.read()
         for line in _checked(response).iter_lines():
@@ -79,11 +95,20 @@ def _checked(response: httpx.Response) -> httpx.Response:
             hint="Set it. For `helm test` the Secret in auth.existingSecret needs one in plain text (auth.plainKey).",
         )
     if response.status_code != 200:
-        raise NoAnswer(f"The server answers {response.status_code}: {response.text.strip()[:500]}")
+        raise NoAnswer(f"The server answers {response.status_code}: {_message(response)}")
     return response
+
+
+def _message(response: httpx.Response) -> str:
+    try:
+        return str(response.json()["error"]["message"])
+    except (ValueError, TypeError, LookupError):  # of a proxy, perhaps
+        return response.text.strip()[:500]
 
 
 def _text(chunk: dict[str, Any]) -> str:
     if "error" in chunk:
         raise NoAnswer(f"The stream ended with an error: {chunk['error'].get('message')}")
-    return "".join(str(choice["text"]) for choice in chunk["choices"])
+    return "".join(
+        str(choice["text"] if "text" in choice else choice["delta"].get("content") or "") for choice in chunk["choices"]
+    )

@@ -110,7 +110,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _parser() -> OptionParser:
     parser = OptionParser("expertmesh keys", "Create, list, limit or revoke API keys. Only their hashes are stored.")
-    parser.add_argument("action", choices=_ACTIONS)
+    parser.add_argument("action", choices=_ACTIONS, help="create prints the new key, which is shown only once")
     parser.add_argument("name", nargs="?", help="name of the key; fairness and limits apply per name (tenant)")
     limits = parser.add_argument_group("limits of a new key, or with `limit` of an existing one")
     limits.add_argument("--requests-per-minute", type=float, metavar="X", help="rate (default: unlimited)")
@@ -179,8 +179,8 @@ def _key(fields: dict[str, Any]) -> ApiKey:
 
 
 async def _list(book: KeyBook) -> None:
-    for key in sorted(await book.read(), key=lambda key: key.name):
-        print(_row(key))
+    keys = sorted(await book.read(), key=lambda key: key.name)
+    print("\n".join(map(_row, keys)) or "no keys")
 
 
 def _row(key: ApiKey) -> str:

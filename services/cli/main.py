@@ -62,9 +62,10 @@ def _from(module: str) -> Callable[[Arguments], int]:
         try:
             code: int = importlib.import_module(module).main(argv)
         except ModuleNotFoundError as error:
-            if error.name not in WorkerExtraMissing.packages:
+            package = (error.name or "").partition(".")[0]
+            if package not in WorkerExtraMissing.packages:
                 raise
-            raise WorkerExtraMissing(error.name) from error
+            raise WorkerExtraMissing(package) from error
         return code
 
     return run

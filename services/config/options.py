@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import types
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal, NoReturn, get_args, get_origin
@@ -79,8 +80,19 @@ class OptionParser(argparse.ArgumentParser):
         """Returns the names of all options, with their dashes."""
         return [name for action in self._actions for name in action.option_strings]
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Takes ``--max_model_len`` for ``--max-model-len``, as vLLM does."""
+        words = list(sys.argv[1:] if args is None else args)
+        options = words.index("--") if "--" in words else len(words)
+        return super().parse_known_args([*map(_dashed, words[:options]), *words[options:]], namespace)
+
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}.", hint=f"See `{self.prog} --help`.")
+
+
+def _dashed(word: str) -> str:
+    name, equals, value = word.partition("=")
+    return name.replace("_", "-") + equals + value if word.startswith("--") else word
 
 
 class _Help(argparse.Action):

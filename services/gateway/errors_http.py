@@ -11,8 +11,10 @@ from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from services.config import nearest_hint
 from services.errors import (
     MAX_RETRY_AFTER_S,
     BodyTooLarge,
@@ -36,6 +38,7 @@ from services.gateway.refusals import Refusals
 log = logging.getLogger(__name__)
 
 _DEFAULT_RETRY_S = 1.0
+_LONGEST_GUESSED = 40  # characters of an unknown path that are compared with known ones
 _KEEPS_OUT = (Unauthorized, BodyTooLarge, TooManyRequests, Overloaded, QueueUnavailable, Draining)
 """Errors that keep a valid request out; neither answers to probes nor ends of requests that had begun."""
 
@@ -91,10 +94,15 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
         refusal: RequestError = MethodNotAllowed(f"{request.method} is not allowed here.", hint="See /openapi.json.")
     elif error.status_code == 404:
         known = not_offered(request.url.path)
-        refusal = known or NotFound("There is nothing at this path.", hint="See /openapi.json.")
+        refusal = known or NotFound("There is nothing at this path.", hint=_nearest(request) or "See /openapi.json.")
     else:
         refusal = InvalidRequest(str(error.detail))
     return error_response(refusal, dict(error.headers or {}))
+
+
+def _nearest(request: Request) -> str | None:
+    paths = (route.path for route in request.app.routes if isinstance(route, Route) and "{" not in route.path)
+    return nearest_hint(request.url.path[:_LONGEST_GUESSED], paths)
 
 
 async def on_validation_error(_request: Request, error: Exception) -> Response:

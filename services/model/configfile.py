@@ -106,6 +106,11 @@ def read_config(model_dir: Path) -> ConfigFile:
         CheckpointError: there is no such folder or file, or it is not a JSON object.
     """
     path = model_dir / CONFIG
+    if model_dir.suffix == ".gguf" and model_dir.is_file():
+        raise CheckpointError(
+            f"{model_dir} is a GGUF file; GGUF is not supported.",
+            hint="Use the model's *.safetensors version in float32, bfloat16 or float16.",
+        )
     if not model_dir.is_dir():
         raise CheckpointError(
             f"{model_dir} is not a folder.",

@@ -34,8 +34,9 @@ def spec_from_config(model_dir: Path) -> ModelSpec:
     family = config.text("model_type")
     if family not in families:
         supported = ", ".join(sorted(families))
+        dense = "" if "expert" in str(config.values) else ": it is not a Mixture-of-Experts model"
         raise UnsupportedModel(
-            f'{config.path}: model_type "{family}" is not supported.', hint=f"Supported are {supported}."
+            f'{config.path}: model_type "{family}" is not supported{dense}.', hint=f"Supported are {supported}."
         )
     _refuse_unsupported(config)
     eos_token_ids = read_generation_config(model_dir).integers("eos_token_id") or config.integers("eos_token_id")

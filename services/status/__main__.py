@@ -98,8 +98,8 @@ def _parser() -> OptionParser:
         default="auto",
         help="auto: ask the API server too, with the pod's account or the kubeconfig (default: auto)",
     )
-    parser.add_argument("--context", metavar="NAME", help="of the kubeconfig (default: the current one)")
-    parser.add_argument("-n", "--kube-namespace", metavar="NAME", help="of Kubernetes (default: the context's)")
+    parser.add_argument("--context", metavar="NAME", help="kubeconfig context (default: the current one)")
+    parser.add_argument("-n", "--kube-namespace", metavar="NAME", help="Kubernetes namespace (default: the context's)")
     parser.add_argument("--release", metavar="NAME", help="name of the Helm release, where there are several")
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser

@@ -83,7 +83,8 @@ def _queue(queue: Queue) -> Iterator[str]:
         rows.append(("routing table", f"epoch {queue.epoch}" if queue.epoch else "none yet"))
     for number, group in queue.groups.items():
         coming = "".join(f", {count} {word}" for word, count in group.coming.items())
-        rows.append((f"shard group {number}", f"{group.seats} seats{_named(group.workers)}{coming}"))
+        seats = f"{group.seats} seat{'' if group.seats == 1 else 's'}"
+        rows.append((f"shard group {number}", f"{seats}{_named(group.workers)}{coming}"))
     yield from _columns(rows)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import threading
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ class Scripted(HTTPServer):
 
     events: list[str]
     bodies: list[dict[str, object]]
+    paths: list[str]
     keys: list[str | None]
     closed: bool = False
 
@@ -26,11 +28,13 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.server.keys.append(self.headers["Authorization"])
+        self.server.paths.append(self.path)
         if self.server.closed:
             return self._send('{"error": {"message": "no key"}}', 401)
         return self._send(json.dumps({"data": [{"id": "pocket"}]}))
 
     def do_POST(self) -> None:
+        self.server.paths.append(self.path)
         self.server.bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
         self._send("".join(f"data: {event}\n\n" for event in self.server.events), 200 if self.server.events else 503)
 
@@ -46,7 +50,7 @@ class _Handler(BaseHTTPRequestHandler):
 @pytest.fixture
 def server() -> Iterator[Scripted]:
     with Scripted(("127.0.0.1", 0), _Handler) as server:
-        server.bodies, server.keys, server.events = [], [], []
+        server.bodies, server.keys, server.paths, server.events = [], [], [], []
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         yield server
@@ -67,6 +71,30 @@ def test_the_text_is_printed(
     assert capsys.readouterr().out == "a heath\n"
     assert server.keys == ["Bearer em-1"]
     assert (server.bodies[0]["model"], server.bodies[0]["max_tokens"]) == ("pocket", 3)
+
+
+def test_a_chat_message_is_answered(server: Scripted, capsys: pytest.CaptureFixture[str]) -> None:
+    server.events = [json.dumps({"choices": [{"delta": delta}]}) for delta in ({"content": "a moor"}, {})]
+    assert main(["--url", f"http://127.0.0.1:{server.server_port}", "--chat", "define: moor"]) == 0
+    assert capsys.readouterr().out == "a moor\n"
+    assert server.paths[1] == "/v1/chat/completions"
+    assert server.bodies[0]["messages"] == [{"role": "user", "content": "define: moor"}]
+
+
+def test_the_prompt_may_come_from_the_standard_input(server: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("define: moor\n"))
+    server.events = ['{"choices": [{"text": "a heath"}]}']
+    assert main(["--url", f"http://127.0.0.1:{server.server_port}", "-"]) == 0
+    assert server.bodies[0]["prompt"] == "define: moor\n"
+
+
+@pytest.mark.parametrize(
+    "url", ["http://127.0.0.1:{}/v1", "http://127.0.0.1:{}/v1/", "127.0.0.1:{}", "127.0.0.1:{}/v1"]
+)
+def test_the_address_may_be_what_other_clients_and_serve_write(server: Scripted, url: str) -> None:
+    server.events = ['{"choices": [{"text": "a"}]}']
+    assert main(["--url", url.format(server.server_port), "x"]) == 0
+    assert server.paths == ["/v1/models", "/v1/completions"]
 
 
 @pytest.mark.parametrize(
@@ -90,10 +118,12 @@ def test_a_key_that_is_not_given_is_asked_for(server: Scripted, monkeypatch: pyt
         ask(server)
     assert "auth.plainKey" in str(refused.value)
     monkeypatch.setenv("OPENAI_API_KEY", "wrong")
-    with pytest.raises(NoAnswer, match=r"answers 401: .*no key"):
+    with pytest.raises(NoAnswer, match=r"answers 401: no key"):
         ask(server)
 
 
 def test_a_server_that_is_not_there_is_named() -> None:
-    with pytest.raises(NoAnswer, match="does not answer"):
+    with pytest.raises(NoAnswer, match=r"does not answer: .*[^.]\.$"):
         main(["--url", "http://127.0.0.1:9", "x"])
+    with pytest.raises(NoAnswer, match=r"does not answer: .*[^.]\.$"):
+        main(["--url", "ftp://127.0.0.1", "x"])

@@ -52,7 +52,7 @@ def test_a_key_of_the_file(keys: Run, file: Path) -> None:
 
     for name_or_digest in ("carol", "alice", rows[1].split()[1]):
         keys(0, "revoke", name_or_digest)
-    assert keys(0, "list").out == ""
+    assert keys(0, "list").out == "no keys\n"
 
 
 def test_limits_of_a_key_are_changed_and_its_secret_stays(keys: Run, file: Path) -> None:

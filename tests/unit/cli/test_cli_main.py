@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -54,7 +55,28 @@ def test_help_lists_every_command(run: Run) -> None:
 
 @pytest.mark.parametrize("command", sorted(set(COMMANDS) - {"version"}))
 def test_every_command_has_help(command: str, run: Run) -> None:
-    assert f"usage: expertmesh {command}" in run(0, command, "--help").out
+    text = run(0, command, "--help").out
+    assert f"usage: expertmesh {command}" in text
+    assert re.findall(r"^  (\S+(?: \S+)*)\n(?! {4})", text, re.MULTILINE) == [], "arguments without a description"
+
+
+@pytest.mark.parametrize("package", ["torch", "safetensors.torch"])
+def test_a_role_without_the_extra_worker_names_it(package: str, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    _cannot_import(package, monkeypatch)
+    assert "Run `pip install 'expertmesh[worker]'`" in run(2, "attention").err
+
+
+def test_another_module_that_is_missing_is_a_bug(monkeypatch: pytest.MonkeyPatch) -> None:
+    _cannot_import("services.gone", monkeypatch)
+    with pytest.raises(ModuleNotFoundError):
+        main(["attention"])
+
+
+def _cannot_import(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: str) -> NoReturn:
+        raise ModuleNotFoundError(name=module)
+
+    monkeypatch.setattr(cli.importlib, "import_module", refuse)
 
 
 @pytest.mark.parametrize("command", ["gateway", "scheduler", "attention"])

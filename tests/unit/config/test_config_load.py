@@ -144,6 +144,12 @@ def test_names_of_vllm_are_taken_where_they_mean_the_same() -> None:
     assert set(ALIASES.values()) <= set(Settings.model_fields)
 
 
+def test_underscores_of_an_option_are_dashes() -> None:
+    settings = load_settings(["--max_model_len", "7", "--served_model_name=a_b", "--no-prefix_cache"])
+    assert (settings.max_model_len, settings.served_model_name, settings.prefix_cache) == (7, "a_b", False)
+    assert parse_options(OptionParser("x", "y"), ["--", "--a_b"], [], positional=True)["model"] == "--a_b"
+
+
 @pytest.mark.parametrize(
     ("argv", "says"),
     [

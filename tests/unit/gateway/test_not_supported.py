@@ -39,6 +39,21 @@ async def test_a_path_that_is_not_offered_says_so(gateway, path, rest):
         assert error["code"] == "not_found"
 
 
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("/chat/completions", "/v1/chat/completions"),
+        ("/v1/v1/completions", "/v1/completions"),
+        ("/models", "/v1/models"),
+        ("/redoc", "/docs"),
+    ],
+)
+async def test_a_path_that_is_nearly_right_names_the_right_one(gateway, path, meant):
+    answer = await gateway.http.post(f"{gateway.url}{path}", json={})
+    assert answer.status_code == 404
+    assert answer.json()["error"]["message"] == f"There is nothing at this path. Did you mean {meant}?"
+
+
 async def test_another_path_is_only_not_there(gateway):
     for path in ("/v1", "/v1/", "/v1/embedding", "/embeddings", "/v2/embeddings", "/v1//embeddings", "//v1/embeddings"):
         answer = await gateway.http.get(f"{gateway.url}{path}")

@@ -161,6 +161,21 @@ def test_wrong_values_are_named(tmp_path: Path, change: dict[str, Any], words: s
     assert "config.json" in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("config", "dense"),
+    [
+        ({"model_type": "llama"}, True),
+        ({"model_type": "gpt_oss", "num_local_experts": 32}, False),
+        ({"model_type": "llama4", "text_config": {"num_local_experts": 16}}, False),
+    ],
+)
+def test_a_dense_model_is_called_so(tmp_path: Path, config: dict[str, Any], dense: bool) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModel) as error:
+        load_spec(tmp_path)
+    assert ("not a Mixture-of-Experts model" in str(error.value)) is dense
+
+
 def test_olmoe_norm_needs_the_whole_width(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="head_dim"):
         spec_of(tmp_path, OLMOE, {"head_dim": 16})
@@ -169,6 +184,9 @@ def test_olmoe_norm_needs_the_whole_width(tmp_path: Path) -> None:
 def test_folder_and_file_problems(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"is not a folder.*--model"):
         load_spec(tmp_path / "nowhere")
+    (tmp_path / "a.gguf").write_bytes(b"GGUF")
+    with pytest.raises(CheckpointError, match=r"GGUF is not supported.*safetensors"):
+        load_spec(tmp_path / "a.gguf")
     with pytest.raises(CheckpointError, match=r"has no config.json.*--model"):
         load_spec(tmp_path)
     (tmp_path / "config.json").write_text("{")

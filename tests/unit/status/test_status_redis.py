@@ -127,7 +127,7 @@ async def test_redis_alone_says_what_is_there(
     assert found["redis"]["workers"] == ["attention"]
     said = (await alone(0)).out
     assert "attention workers  1 (attention)\n" in said
-    assert "shard group 0      1 seats (experts-0)\n" in said
+    assert "shard group 0      1 seat (experts-0)\n" in said
     monkeypatch.setenv("KUBECONFIG", "/nowhere")
     said = (await asyncio.to_thread(status, 0, "--redis-url", redis_url)).out
     assert said.splitlines()[-1].startswith("shard group 1"), "without a kubeconfig there are no words about pods"
@@ -138,7 +138,7 @@ async def test_redis_alone_says_what_is_there(
     await deployment.seat("e2", 1)
     said = (await alone(1)).out
     assert "Shard group 1 has no expert worker in the routing table: 1 not in the table yet." in said
-    assert "shard group 0      1 seats (experts-0)" in said
+    assert "shard group 0      1 seat (experts-0)" in said
     await deployment.attend(credit=0)
     assert "No attention worker takes requests" in (await alone(1)).out
 
