@@ -60,11 +60,8 @@ def main(argv: Sequence[str]) -> int:
 async def _run(given: dict[str, Any], settings: Settings) -> int:
     if settings.redis_url is None:
         raise ConfigError("Which queue?", hint="No server runs on this machine: give its Redis with --redis-url.")
-    codec = None
-    if settings.model and given["action"] in _WITH_TEXT:
-        settings = with_checkpoint(settings, weights=False)
-        codec = load_codec(settings.model, read_tokenizer_config(settings.model))
-    redis = connect(settings.redis_url)
+    redis_url, codec = settings.redis_url, _codec(settings) if given["action"] in _WITH_TEXT else None
+    redis = connect(redis_url)
     keys, limits = Keys(settings.namespace), QueueLimits.of(settings)
     letters = DeadLetters(redis, keys, limits)
     try:
@@ -84,6 +81,12 @@ async def _run(given: dict[str, Any], settings: Settings) -> int:
     finally:
         await redis.aclose()
     return 0
+
+
+def _codec(settings: Settings) -> TextCodec | None:
+    """Returns what turns tokens into text; None where no model is named."""
+    model = with_checkpoint(settings, weights=False).model
+    return load_codec(model, read_tokenizer_config(model)) if model else None
 
 
 class Retry:
