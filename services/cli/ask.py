@@ -11,9 +11,11 @@ from typing import Any
 import httpx
 
 from services.config import OptionParser
-from services.errors import ExpertMeshError
+from services.errors import ConfigError, ExpertMeshError
+from services.runtime.local_servers import local_servers
 
 _KEY = "OPENAI_API_KEY"
+_URL = "http://127.0.0.1:8000"
 
 
 class NoAnswer(ExpertMeshError):
@@ -25,8 +27,10 @@ def main(argv: Sequence[str]) -> int:
 
     Raises:
         NoAnswer: there is none; the error says why.
+        ConfigError: several servers run on this machine, and none is chosen.
     """
     given = _parser().parse_args(argv)
+    given.url = given.url or _local_url()
     key = os.environ.get(_KEY)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
@@ -48,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
         "expertmesh ask", f"Stream one completion from a running server. {_KEY} is sent if it is set."
     )
     parser.add_argument("prompt")
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="the gateway (default: %(default)s)")
+    parser.add_argument("--url", help=f"the gateway (default: the server on this machine, or else {_URL})")
     parser.add_argument("--model", metavar="NAME", help="default: the model that the server lists")
     parser.add_argument("--max-tokens", type=int, default=40, metavar="N", help="default: %(default)s")
     parser.add_argument(
@@ -59,6 +63,14 @@ def _parser() -> argparse.ArgumentParser:
         help="seconds to wait for each chunk (default: %(default)s)",
     )
     return parser
+
+
+def _local_url() -> str:
+    """Returns the URL of the server that this user runs on this machine, or `serve`'s default where none runs."""
+    urls = [server.url for server in local_servers()]
+    if len(urls) > 1:
+        raise ConfigError("Several servers run on this machine.", hint=f"Choose one by --url: {', '.join(urls)}.")
+    return urls[0] if urls else _URL
 
 
 def _texts(client: httpx.Client, given: argparse.Namespace) -> Iterator[str]:
