@@ -12,9 +12,11 @@ from typing import Any
 import httpx
 
 from services.config import OptionParser
-from services.errors import ExpertMeshError
+from services.errors import ConfigError, ExpertMeshError
+from services.runtime.local_servers import local_servers
 
 _KEY = "OPENAI_API_KEY"
+_URL = "http://127.0.0.1:8000"
 
 
 class NoAnswer(ExpertMeshError):
@@ -26,11 +28,12 @@ def main(argv: Sequence[str]) -> int:
 
     Raises:
         NoAnswer: there is none; the error says why.
+        ConfigError: several servers run on this machine, and none is chosen.
     """
     given = _parser().parse_args(argv)
     key = os.environ.get(_KEY)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    url = _root(given.url)
+    url = _root(given.url or _local_url())
     try:
         with httpx.Client(base_url=url, headers=headers, timeout=given.timeout, trust_env=False) as client:
             words = 0
@@ -53,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--chat", action="store_true", help="send it as a user's chat message: for models that follow instructions"
     )
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="the server (default: %(default)s)")
+    parser.add_argument("--url", help=f"the server (default: the one on this machine, or else {_URL})")
     parser.add_argument("--model", metavar="NAME", help="default: the model that the server lists")
     parser.add_argument("--max-tokens", type=int, default=40, metavar="N", help="default: %(default)s")
     parser.add_argument(
@@ -69,6 +72,14 @@ def _parser() -> argparse.ArgumentParser:
 def _root(url: str) -> str:
     """Returns the address that `serve` prints, or HOST:PORT, as that of the server's root."""
     return (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
+
+
+def _local_url() -> str:
+    """Returns the URL of the server that this user runs on this machine, or `serve`'s default where none runs."""
+    urls = [server.url for server in local_servers()]
+    if len(urls) > 1:
+        raise ConfigError("Several servers run on this machine.", hint=f"Choose one by --url: {', '.join(urls)}.")
+    return urls[0] if urls else _URL
 
 
 def _texts(client: httpx.Client, given: argparse.Namespace) -> Iterator[str]:

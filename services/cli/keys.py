@@ -114,7 +114,7 @@ def _parser() -> OptionParser:
     parser.add_argument("name", nargs="?", help="name of the key; fairness and limits apply per name (tenant)")
     limits = parser.add_argument_group("limits of a new key, or with `limit` of an existing one")
     limits.add_argument("--requests-per-minute", type=float, metavar="X", help="rate (default: unlimited)")
-    limits.add_argument("--burst", type=int, metavar="N", help="requests allowed at once before the rate applies")
+    limits.add_argument("--burst", type=int, metavar="N", help="requests that may come at once (default: a minute's)")
     limits.add_argument("--max-concurrency", type=int, metavar="N", help="requests in flight (default: unlimited)")
     limits.add_argument(
         "--priority",

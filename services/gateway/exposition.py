@@ -1,9 +1,11 @@
-"""One /metrics page for a whole server. In: this process's series and its siblings'. Out: all with a ``role`` label."""
+"""One /metrics page for a whole server. In: this process's series and its siblings'. Out: all with a ``role`` label,
+their own where they have one."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -16,6 +18,8 @@ from services.metrics import UPSTREAM_UP
 log = logging.getLogger(__name__)
 
 _TIMEOUT_S = 1.0
+_OWN_ROLE = re.compile(r'[{,]role="')
+"""Prometheus refuses a whole page on which one series has a label twice."""
 
 
 @dataclass(slots=True)
@@ -27,11 +31,15 @@ class _Family:
 
 
 def _label(sample: str, labels: str) -> str:
-    """Returns ``sample`` with ``labels`` put before its own.
+    """Returns ``sample`` with ``labels`` put before its own, unless it has a role of its own.
 
     >>> _label('up{a="b"} 1', 'role="x"')
     'up{role="x",a="b"} 1'
+    >>> _label('wanted_replicas{role="experts"} 2', 'role="scheduler"')
+    'wanted_replicas{role="experts"} 2'
     """
+    if _OWN_ROLE.search(sample):
+        return sample
     brace, space = sample.find("{"), sample.find(" ")
     if 0 <= brace < space or space < 0:
         return f"{sample[: brace + 1]}{labels},{sample[brace + 1 :]}"

@@ -23,6 +23,11 @@ from services.planner.command import command, layout_of
 from services.planner.estimate import Row, between, exchanges, inside, kv_bytes, row, weights
 from services.planner.figures import ACROSS_GB, ACROSS_US, KINDS, LINK_US, LOCKSTEP_US, USED_MEMORY, Assumed
 
+_PROMPTS = (
+    "Prompts are not counted: prefill runs on the same GPUs, so a load with prompts gets fewer tokens/s than this "
+    "(docs/operating.md, how many GPUs a load takes)."
+)
+
 Rows = dict[int, Row | None]
 """Batch size -> its estimate; None where it does not fit."""
 
@@ -53,8 +58,9 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> OptionParser:
     parser = OptionParser(
         "expertmesh plan",
-        "Recommend how to run a model on a number of GPUs: layout, expected throughput, memory, and the command. With "
-        "--trace FILE: replicas and cost for a day of load; see `expertmesh plan --trace FILE --help`.",
+        "Recommend how to run a model on a number of GPUs: layout, expected tokens/s of answers, memory, and the "
+        "command. Of the model it needs config.json alone, and MODEL may be that file. With --trace FILE: replicas and "
+        "cost for a day of load; see `expertmesh plan --trace FILE --help`.",
     )
 
     def number(name: str, default: float, text: str, kind: type = float) -> None:
@@ -168,6 +174,7 @@ def _report(spec: ModelSpec, settings: Settings, given: Namespace, rows: Rows) -
     yield _title(spec, settings, given)
     yield _table(given, rows, best)
     yield _recommended(given, rows, best)
+    yield _PROMPTS
     yield _memory(given, best)
     yield "Run:" if given.nodes == 1 else "Run (docs/kubernetes-operations.md says what the cluster needs):"
     yield Text(f"\n  {command(spec, settings, given, best)}\n")

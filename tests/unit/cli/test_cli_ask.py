@@ -7,10 +7,15 @@ import json
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 
 import pytest
 
 from services.cli.ask import NoAnswer, main
+from services.config import Settings
+from services.errors import ConfigError
+from services.runtime.local_servers import announce
+from services.runtime.run_folder import RunFolder
 
 
 class Scripted(HTTPServer):
@@ -127,3 +132,19 @@ def test_a_server_that_is_not_there_is_named() -> None:
         main(["--url", "http://127.0.0.1:9", "x"])
     with pytest.raises(NoAnswer, match=r"does not answer: .*[^.]\.$"):
         main(["--url", "ftp://127.0.0.1", "x"])
+
+
+@pytest.mark.usefixtures("temporary")
+def test_the_only_server_of_this_machine_is_asked(server: Scripted, capsys: pytest.CaptureFixture[str]) -> None:
+    server.events = ['{"choices": [{"text": "a heath"}]}', "[DONE]"]
+    settings = Settings(model=Path("/models/pocket"))
+    with RunFolder() as folder:
+        announce(folder, settings, url=f"http://127.0.0.1:{server.server_port}", redis_url="redis://db/0")
+        assert main(["define: moor"]) == 0
+        assert capsys.readouterr().out == "a heath\n"
+        with RunFolder() as second:
+            announce(second, settings, url="http://127.0.0.1:9", redis_url="redis://db/1")
+            with pytest.raises(ConfigError) as refused:
+                main(["define: moor"])
+    assert str(server.server_port) in str(refused.value)
+    assert "http://127.0.0.1:9." in str(refused.value)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from testkit.http_peer import bearer
 
@@ -15,6 +17,7 @@ from services.gateway.auth import WithKey, digest, keys_required
 from services.gateway.exposition import Siblings, merge, parse_upstreams
 from services.gateway.key_stores import FileKeys
 from services.gateway.server import listen
+from services.metrics import SchedulerMetrics
 from services.queue.limits import TenantLimits
 
 
@@ -140,6 +143,16 @@ async def test_pages_merge_into_one_valid_exposition():
         "scheduler": ({"role": "scheduler", "a": "b c}"}, 5.0),
     }
     assert {sample.labels["role"] for sample in families["lat_seconds"].samples} == {"gateway"}
+
+
+def test_no_series_has_a_role_twice_when_the_scheduler_wants_replicas():
+    registry = CollectorRegistry()
+    SchedulerMetrics(registry).wanted_replicas.labels("experts", "0").set(2)
+    page = merge([('role="gateway"', OWN), ('role="scheduler"', generate_latest(registry).decode())])
+    names = [re.findall(r'[{,](\w+)="', line) for line in page.splitlines() if not line.startswith("#")]
+    assert [labels for labels in names if len(labels) != len(set(labels))] == []
+    assert 'expertmesh_wanted_replicas{role="experts",shard="0"} 2.0' in page
+    assert 'expertmesh_scheduler_leader{role="scheduler"}' in page
 
 
 async def test_a_dead_sibling_is_shown_as_down():

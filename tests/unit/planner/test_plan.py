@@ -111,6 +111,7 @@ def test_the_command_is_that_of_the_row_with_the_most_tokens(said: Callable[...,
         assert ("disaggregated" in cells[-1]) == (rates[batch].index(max(rates[batch])) == 1)
     layout = rows[best][-1].rstrip(" *")
     assert f"* Recommended for a batch of {best:,}: {layout}. Expect {max(rates[best]):,} tokens/s" in text
+    assert "Prompts are not counted" in text  # whoever sizes a fleet by these rates alone takes too few GPUs
     settings = served(text)
     assert (settings.layout, settings.workers * settings.max_num_seqs) == ("local", best)
 
