@@ -51,8 +51,11 @@ class OtherClient(Protocol):
 class GuideLLM:
     """guidellm. What it calls inter-token latency is one mean for each request: TPOT here."""
 
-    name = tool = "guidellm"
-    install = "python3 -m venv ~/guidellm && ~/guidellm/bin/pip install guidellm, then --tool ~/guidellm/bin/guidellm"
+    name: ClassVar[str] = "guidellm"
+    tool: ClassVar[str] = "guidellm"
+    install: ClassVar[str] = (
+        "python3 -m venv ~/guidellm && ~/guidellm/bin/pip install guidellm, then --tool ~/guidellm/bin/guidellm"
+    )
 
     def arguments(self, load: Load, result: Path) -> list[str]:
         profile = {"kind": "throughput", "max_concurrency": load.requests}
@@ -104,9 +107,9 @@ class GuideLLM:
 class VllmBench:
     """`vllm bench serve`, with its random prompts."""
 
-    name = "vllm"
-    tool = "vllm"
-    install = "pip install vllm==0.25.1, on a machine with a GPU"
+    name: ClassVar[str] = "vllm"
+    tool: ClassVar[str] = "vllm"
+    install: ClassVar[str] = "pip install vllm==0.25.1, on a machine with a GPU"
 
     def arguments(self, load: Load, result: Path) -> list[str]:
         rate = "inf" if load.rate is None else str(load.rate)
@@ -134,7 +137,7 @@ class VllmBench:
         return ["bench", "serve", *words, "--ignore-eos", "--save-result", "--disable-tqdm"]
 
     def read(self, result: Mapping[str, Any]) -> Figures:
-        latencies = {
+        latencies: dict[str, Any] = {
             f"{name}_p{percent}_ms": float(result[f"p{percent}_{name}_ms"])
             for name in ("ttft", "tpot", "itl")
             for percent in (50, 99)
