@@ -185,7 +185,7 @@ class Drain:
                 self._follower.fail(job, error)
         await self._follower.cancels_heard(set())
         if left:
-            log.warning("shutting down with %d requests unfinished", len(left))
+            log.warning("shutting down; unfinished requests: %d", len(left))
 
     async def _until_idle(self, latest: float) -> None:
         """Runs phases 2 and 3: returns when no kept connection is left, or when none has had a request for a while.

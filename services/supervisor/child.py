@@ -34,12 +34,16 @@ class Running(Protocol):
 
 class RoleProcess:
     """A role as a child process. A session of its own keeps the terminal's Ctrl-C away; it never outlives its parent.
-    ``on_end`` is called with the process's number once it has ended."""
+    ``name`` is for the log; ``on_end`` is called with the process's number once it has ended."""
 
     def __init__(
-        self, command: Sequence[str], environment: Mapping[str, str], on_end: Callable[[int], None] = lambda _: None
+        self,
+        name: str,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        on_end: Callable[[int], None] = lambda _: None,
     ) -> None:
-        self._command = command
+        self._name, self._command = name, command
         self._on_end = on_end
         self._environment = {key: value for key, value in environment.items() if not key.upper().startswith(ENV_PREFIX)}
         self._process: asyncio.subprocess.Process | None = None
@@ -77,7 +81,7 @@ class RoleProcess:
             async with asyncio.timeout(timeout_s):
                 await self._process.wait()
         except TimeoutError:
-            log.warning("process %d did not stop in %.0f s; killing it", self._process.pid, timeout_s)
+            log.warning("%s did not stop in %.0f s; killing it", self._name, timeout_s)
             self.kill()
             await self._process.wait()
         return self._process.returncode

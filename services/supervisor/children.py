@@ -57,7 +57,7 @@ class Children:
         """Start a process for ``role`` with the settings in ``config``, and watch it."""
         # -P: a folder named expertmesh in the working directory must not be imported instead of ours.
         command = [sys.executable, "-P", *self._commands[role], "--config", str(config)]
-        await self.start(name, RoleProcess(command, os.environ, outlook.on_end), role, outlook=outlook)
+        await self.start(name, RoleProcess(name, command, os.environ, outlook.on_end), role, outlook=outlook)
 
     def well_others(self, name: str, *roles: Role) -> int:
         """Return how many children of ``roles`` other than ``name`` did not fail too often of late."""

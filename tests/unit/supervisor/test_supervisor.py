@@ -279,17 +279,15 @@ async def test_each_layout_has_its_workers(
     assert ended == sorted(ended, key=list(COMMANDS).index), "experts after those who use them"
 
 
-async def test_expert_workers_are_stopped_together(home: Path) -> None:
+async def test_expert_workers_are_stopped_together(home: Path, caplog: pytest.LogCaptureFixture) -> None:
     for index in range(4):
         (home / f"experts-{index}.stubborn").touch()
-    began: list[float] = []
-
-    async def during(_: str) -> None:
-        began.append(time.monotonic())
 
     four = _EXPERTS | {"expert_workers": 4}
-    assert await _run(during, drain_timeout=0.0, stop_margin_s=2.0, **four) == 0
-    assert time.monotonic() - began[0] < 6
+    assert await _run(_until_started(home, 7), drain_timeout=0.0, stop_margin_s=2.0, **four) == 0
+    killed = {record.getMessage(): record.created for record in caplog.records if "killing it" in record.getMessage()}
+    assert sorted(killed) == [f"experts-{index} did not stop in 2 s; killing it" for index in range(4)]
+    assert max(killed.values()) - min(killed.values()) < 2, "one after the other they end 2 s apart"
 
 
 @pytest.mark.parametrize(
