@@ -51,7 +51,11 @@ def started(
         yield Served(url=url, pid=process.pid)
     finally:
         process.terminate()
-        process.wait(END_S)
+        try:
+            process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def _wait_ready(process: subprocess.Popen[bytes], url: str, start_s: float) -> None:

@@ -1,8 +1,8 @@
 """This server and vLLM's on one GPU, one after the other, under the same load of the same clients.
 
     PYTHONPATH=.:kernels python3 -m perf.server.beside_vllm MODEL_FOLDER [--rates 50 100 250 inf] [--requests 2560]
-        [--ours '--max-num-seqs 448'] [--vllm 'env PYTHONPATH=/site python3 -m vllm.entrypoints.cli.main']
-        [--vllm-options '--max-num-seqs 512'] [--rounds 3] [--out DIR]
+        [--ours '--kv-memory-gib 60 --max-num-seqs 448'] [--vllm-options '--max-num-seqs 512'] [--rounds 3] [--out DIR]
+        [--vllm 'env PYTHONPATH=/site python3 -m vllm.entrypoints.cli.main']
 
 It needs a GPU that nothing else uses, vLLM (--vllm is the command that starts it: with the word `serve` as a server,
 with `bench serve` as the client), and a checkpoint that both servers load, with its tokenizer. Neither server caches
@@ -93,11 +93,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     other, say = CLIENTS[options.client], clock()
     runs: list[Run] = []
+    load = load_of(options, url="", model=NAME, tokenizer=str(options.model.resolve()))
     try:
         check(options.model)
         command(CLIENTS["vllm"], options.vllm)
         words = command(other, options.tool or (options.vllm if other.name == "vllm" else None))
-        load = load_of(options, url="", model=NAME, tokenizer=str(options.model.resolve()))
         for which in SERVERS:
             say(f"starting {which}")
             with server(which, options) as running:
@@ -106,10 +106,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (OtherClientError, ServerRefused) as error:
         print(error, file=sys.stderr)
         return 2
+    finally:  # what was measured before a server failed is kept
+        if runs:
+            write(options.out / "beside_vllm.json", load, runs)
     for client in (other.name, OURS):
         sides = {which: [run for run in runs if (run.server, run.client) == (which, client)] for which in SERVERS}
         print(f"\nMeasured by {client}:\n\n{table(sides)}")
-    write(options.out / "beside_vllm.json", load, runs)
     return 0
 
 

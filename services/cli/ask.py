@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
         with httpx.Client(base_url=url, headers=headers, timeout=given.timeout, trust_env=False) as client:
             words = 0
             for text in _texts(client, given):
-                words += 1
+                words += bool(text)
                 print(text, end="", flush=True)
     except httpx.HTTPError as error:
         raise NoAnswer(f"{url} does not answer: {str(error).rstrip('.') or type(error).__name__}.") from error

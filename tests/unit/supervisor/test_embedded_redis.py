@@ -55,23 +55,28 @@ async def test_it_starts_again_after_a_crash_in_the_folder_that_was_given(tmp_pa
 @pytest.mark.parametrize(
     ("on_path", "chosen"),
     [
-        ({"redis-server": "Redis server v=5.0.14 sha=0"}, BUNDLED),
+        ({"redis-server": "Redis server v=5.0.14 sha=0"}, None),
         ({"redis-server": "Redis server v=7.0.15 sha=0"}, "redis-server"),
         ({"redis-server": "Redis server v=7.0.15 sha=0", "valkey-server": "Valkey server v=8.1.9"}, "valkey-server"),
     ],
 )
-def test_one_on_path_that_is_new_enough_comes_first(
-    on_path: dict[str, str], chosen: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_without_the_package_one_on_path_that_is_new_enough_serves(
+    on_path: dict[str, str], chosen: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     for name, says in on_path.items():
         (tmp_path / name).write_text(f"#!/bin/sh\necho {says}\n")
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
-    assert find_redis_server().match(chosen)
-    assert (find_redis_server().parent == tmp_path) == (chosen != BUNDLED)
+    assert find_redis_server().match(BUNDLED), "whatever the machine has"
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    if chosen is None:
+        with pytest.raises(ConfigError, match=r"6\.2 or newer"):
+            find_redis_server()
+    else:
+        assert find_redis_server() == tmp_path / chosen
 
 
-async def test_where_path_has_none_a_mended_valkey_comes_with_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_mended_valkey_comes_with_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     """9.1.2 is of August 2026, later than all faults that services/queue/connect.py warns about."""
     monkeypatch.setenv("PATH", "/nonexistent")
     assert find_redis_server().match(BUNDLED)
