@@ -144,6 +144,7 @@ def _answer(
         logprobs=logprobs,
         token_ids=body.return_token_ids or False,
         include_usage=bool(options and options.include_usage),
+        continuous_usage=bool(options and options.continuous_usage_stats),
     )
     note.model, note.job, note.completion = model.name, job, rendered.id
     kind = EventResponse if body.stream else WholeResponse

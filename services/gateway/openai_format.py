@@ -66,13 +66,22 @@ class Format(ABC):
     chunk_object: ClassVar[str]
 
     def __init__(
-        self, job: Job, *, model: str, codec: TextCodec, logprobs: bool, token_ids: bool, include_usage: bool = False
+        self,
+        job: Job,
+        *,
+        model: str,
+        codec: TextCodec,
+        logprobs: bool,
+        token_ids: bool,
+        include_usage: bool = False,
+        continuous_usage: bool = False,
     ) -> None:
         self._job = job
         self._codec = codec
         self._logprobs = logprobs
         self._token_ids = token_ids
         self.include_usage = include_usage
+        self._continuous_usage = include_usage and continuous_usage
         alternatives = job.choices[0].request.sampling.logprobs or 0
         self.piece_records = max(1, PIECE_RECORDS // (1 + alternatives // _SMALL_ALTERNATIVES))
         self.id = self.prefix + job.id
@@ -81,6 +90,12 @@ class Format(ABC):
         self._envelope = b"data: " + envelope
         self._before = self._envelope + b',"choices":[{"index":'
         self._close = b'}],"usage":null}\n\n' if include_usage else b"}]}\n\n"
+
+    def _closing(self) -> bytes:
+        """Returns the end of an event, after its choice."""
+        if not self._continuous_usage:
+            return self._close
+        return b'}],"usage":' + _encode(usage_body(self._job)) + b"}\n\n"
 
     def opening(self, choice: Choice) -> bytes:  # noqa: ARG002 - the dialect decides
         """Returns the events before a choice's first chunk."""
@@ -116,7 +131,7 @@ class Format(ABC):
         """Returns one event: ``text`` and the records ``start..end`` of ``choice``; ``final`` closes the choice."""
         extras = self._extras(choice, start, end) if self._logprobs or self._token_ids else b',"logprobs":null'
         reason = b',"finish_reason":' + (_encode(choice.finish) if final else b"null")
-        return b"%b%d,%b%b%b%b" % (self._before, choice.index, self._content(text), extras, reason, self._close)
+        return b"%b%d,%b%b%b%b" % (self._before, choice.index, self._content(text), extras, reason, self._closing())
 
     def usage_event(self) -> bytes:
         """Returns the last chunk before [DONE] where the client asked for usage."""
@@ -224,7 +239,7 @@ class ChatFormat(Format):
 
     def opening(self, choice: Choice) -> bytes:
         delta = b'"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null'
-        return b"%b%d,%b%b" % (self._before, choice.index, delta, self._close)
+        return b"%b%d,%b%b" % (self._before, choice.index, delta, self._closing())
 
     def _content(self, text: str) -> bytes:
         return b'"delta":{"content":' + _encode(text) + b"}" if text else b'"delta":{}'

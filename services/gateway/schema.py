@@ -85,6 +85,9 @@ class Body(msgspec.Struct, frozen=True, omit_defaults=True):
 
 class StreamOptions(Body, frozen=True, kw_only=True):
     include_usage: Annotated[bool | None, Meta(description="Send a last chunk with the token counts.")] = None
+    continuous_usage_stats: Annotated[
+        bool | None, Meta(description="With include_usage: send the token counts so far in every chunk.")
+    ] = None
 
 
 class GenerationBody(Body, frozen=True, kw_only=True):

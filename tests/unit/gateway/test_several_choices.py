@@ -99,6 +99,17 @@ async def test_each_choice_of_a_stream_is_that_of_the_whole_answer(gateway, scri
     assert_they_say(chunks, whole)
 
 
+@pytest.mark.parametrize(("path", "body"), [CASES["prompts"], CASES["chat"]], ids=["prompts", "chat"])
+async def test_each_chunk_has_the_counts_so_far_where_they_are_wanted(gateway, script, path, body):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = chunks_of(await ask(gateway, script, path, body | {"stream": True, "stream_options": options}))
+    final = chunks[-1]["usage"]
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts)
+    assert counts[0] < counts[len(counts) // 2] < counts[-1] == final["completion_tokens"]
+    assert {chunk["usage"]["prompt_tokens"] for chunk in chunks} == {final["prompt_tokens"]}
+
+
 @pytest.mark.parametrize(("path", "body"), CASES.values(), ids=CASES)
 async def test_a_long_answer_is_the_same_in_small_events(start, monkeypatch, path, body):
     gateway = await start(max_len=4096)
