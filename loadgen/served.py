@@ -1,4 +1,4 @@
-"""``expertmesh serve`` as a child process, for what measures it."""
+"""A server as a child process, for what measures it: ``expertmesh serve``, or that of others."""
 
 from __future__ import annotations
 
@@ -25,33 +25,46 @@ class Served:
 
 @contextmanager
 def served(options: Sequence[str], *, port: int, env: Mapping[str, str] | None = None) -> Iterator[Served]:
-    """Serves while the context is open. ``env`` adds to this process's environment.
+    """Serves with ``expertmesh serve`` while the context is open. ``env`` adds to this process's environment.
 
     Raises:
         SystemExit: the server ended, or was not ready in time.
     """
     command = [sys.executable, "-m", "services", "serve", *options, "--port", str(port)]
+    with started(command, url=f"http://127.0.0.1:{port}", ready="/ready", start_s=START_S, env=env) as server:
+        yield server
+
+
+@contextmanager
+def started(
+    command: Sequence[str], *, url: str, ready: str, start_s: float, env: Mapping[str, str] | None = None
+) -> Iterator[Served]:
+    """Runs ``command``, a server at ``url``, while the context is open. It has ``start_s`` seconds until a GET of the
+    path ``ready`` is answered with 200. ``env`` adds to this process's environment.
+
+    Raises:
+        SystemExit: the server ended, or was not ready in time.
+    """
     process = subprocess.Popen(command, env=os.environ | (env or {}))
-    url = f"http://127.0.0.1:{port}"
     try:
-        _wait_ready(process, url)
+        _wait_ready(process, url + ready, start_s)
         yield Served(url=url, pid=process.pid)
     finally:
         process.terminate()
         process.wait(END_S)
 
 
-def _wait_ready(process: subprocess.Popen[bytes], url: str) -> None:
-    until = time.monotonic() + START_S
+def _wait_ready(process: subprocess.Popen[bytes], url: str, start_s: float) -> None:
+    until = time.monotonic() + start_s
     while not _ready(url):
         if process.poll() is not None:
             sys.exit(f"the server ended with {process.returncode}")
         if time.monotonic() > until:
-            sys.exit(f"the server was not ready within {START_S:g} s")
+            sys.exit(f"the server was not ready within {start_s:g} s")
         time.sleep(0.1)
 
 
 def _ready(url: str) -> bool:
     with suppress(httpx.HTTPError):
-        return httpx.get(f"{url}/ready", timeout=2).status_code == 200
+        return httpx.get(url, timeout=2).status_code == 200
     return False
