@@ -117,7 +117,7 @@ async def test_no_request_waits_for_an_answer() -> None:
         await runner.cleanup()
     assert (found.completed, found.failed, found.error) == (19, 1, "no room")
     assert ended == list(range(1, 21))
-    assert sorted(body["prompt"] for body in bodies) == sorted(LOAD.prompts())  # type: ignore[type-var]
+    assert sorted(body["prompt"] for body in bodies) == sorted(LOAD.prompts())
     assert all(body["ignore_eos"] and body["max_tokens"] == 3 and body["temperature"] == 0 for body in bodies)
 
 

@@ -74,10 +74,8 @@ def test_vllm_bench_gets_the_load() -> None:
     options = options_of(words)
     assert options["--base-url"] + options["--endpoint"] == "http://h:1/v1/completions"
     assert (options["--dataset-name"], options["--model"], options["--tokenizer"]) == ("random", "m", "/t")
-    assert (options["--random-input-len"], options["--random-output-len"], options["--num-prompts"]) == (
-        *("64", "32"),
-        "30",
-    )
+    assert (options["--random-input-len"], options["--random-output-len"]) == ("64", "32")
+    assert options["--num-prompts"] == "30"
     assert (options["--temperature"], options["--seed"]) == ("0", "7")
     assert Path(options["--result-dir"], options["--result-filename"]) == RESULT
 
