@@ -32,6 +32,7 @@ OURS = "loadgen"
 WARM_UP = 8
 """Requests, with the lengths of those that are measured."""
 SHOWN = {
+    "failed": "failed requests",
     "requests_s": "requests/s",
     "output_tokens_s": "output tokens/s",
     "ttft_p50_ms": "TTFT p50, ms",
