@@ -192,10 +192,13 @@ def send(
     if process.returncode != 0 or not result.exists():
         raise ToolFailed(f"{client.name} ended with {process.returncode}:\n{_last(log)}")
     try:
-        return client.read(json.loads(result.read_bytes()))
+        figures = client.read(json.loads(result.read_bytes()))
     except (KeyError, TypeError, ValueError) as error:
         name = f"{type(error).__name__} {error}"
         raise ToolFailed(f"{result} has another form than {client.name}'s documentation says: {name}") from error
+    if not figures.completed:
+        raise ToolFailed(f"{client.name} got no answer: all of its requests failed.\n{_last(log)}")
+    return figures
 
 
 def _wait(process: subprocess.Popen[bytes], on_progress: Callable[[float], None]) -> None:

@@ -19,7 +19,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -32,6 +32,7 @@ OURS = "loadgen"
 WARM_UP = 8
 """Requests, with the lengths of those that are measured."""
 SHOWN = {
+    "failed": "failed requests",
     "requests_s": "requests/s",
     "output_tokens_s": "output tokens/s",
     "ttft_p50_ms": "TTFT p50, ms",
@@ -85,9 +86,9 @@ def measure(
     say: Say,
     *,
     server: str,
-) -> list[Run]:
-    """Let both clients send ``load`` at the rates of ``options``, in turns. ``words`` start the other one; ``server``
-    is what the runs call the server.
+) -> Iterator[Run]:
+    """Let both clients send ``load`` at the rates of ``options``, in turns, and yield what each measured. ``words``
+    start the other one; ``server`` is what the runs call the server.
 
     Raises:
         ServerRefused: it does not answer the requests that warm it up.
@@ -96,7 +97,6 @@ def measure(
     warm = asyncio.run(drive(replace(load, rate=None, requests=WARM_UP, seed=-1)))
     if warm.failed:
         raise ServerRefused(f"{load.url} refused {warm.failed} of {WARM_UP} requests, the first with: {warm.error}")
-    runs = []
     for number, (turn, rate) in enumerate(itertools.product(range(1, options.rounds + 1), options.rates)):
         for side, client in enumerate((OURS, other.name)):
             say(f"{_rate(rate)}, round {turn}, {client}")
@@ -107,8 +107,7 @@ def measure(
                 folder = options.out / server / f"{client}-{rate or 'at-once'}-{turn}"
                 figures = send(other, words, aimed, folder, lambda seconds: say(f"  it has run for {seconds:.0f} s"))
             say(f"  {_line(figures)}")
-            runs.append(Run(server=server, client=client, rate=rate, round=turn, figures=figures))
-    return runs
+            yield Run(server=server, client=client, rate=rate, round=turn, figures=figures)
 
 
 def _counting(requests: int, say: Say) -> Callable[[int], None]:
@@ -220,7 +219,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         words = command(other, options.tool)
         load = load_of(options, url=url, model=served_model(url, options.model), tokenizer=options.tokenizer)
-        runs = measure(load, options, other, words, clock(), server="server")
+        runs = list(measure(load, options, other, words, clock(), server="server"))
     except (OtherClientError, ServerRefused) as error:
         print(error, file=sys.stderr)
         return 2

@@ -157,6 +157,11 @@ def test_a_result_of_another_form_is_named(tmp_path: Path, text: str) -> None:
         sent(tmp_path, text)
 
 
+def test_figures_without_any_answer_are_a_failure(tmp_path: Path) -> None:
+    with pytest.raises(ToolFailed, match="all of its requests failed"):
+        sent(tmp_path, json.dumps(of_vllm() | {"completed": 0, "failed": 30}))
+
+
 def test_no_result_of_an_earlier_run_is_read(tmp_path: Path) -> None:
     sent(tmp_path, json.dumps(of_vllm()))
     with pytest.raises(ToolFailed, match="ended with 0"):
