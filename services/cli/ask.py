@@ -13,7 +13,7 @@ import httpx
 
 from services.config import OptionParser
 from services.errors import ConfigError, ExpertMeshError
-from services.runtime.local_servers import local_servers
+from services.runtime.local_servers import local_servers, root_url
 
 _KEY = "OPENAI_API_KEY"
 _URL = "http://127.0.0.1:8000"
@@ -33,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
     given = _parser().parse_args(argv)
     key = os.environ.get(_KEY)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    url = _root(given.url or _local_url())
+    url = root_url(given.url or _local_url())
     try:
         with httpx.Client(base_url=url, headers=headers, timeout=given.timeout, trust_env=False) as client:
             words = 0
@@ -67,11 +67,6 @@ def _parser() -> argparse.ArgumentParser:
         help="seconds to wait for each chunk (default: %(default)s)",
     )
     return parser
-
-
-def _root(url: str) -> str:
-    """Returns the address that `serve` prints, or HOST:PORT, as that of the server's root."""
-    return (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
 
 
 def _local_url() -> str:

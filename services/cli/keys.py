@@ -19,7 +19,7 @@ from services.errors import ConfigError
 from services.gateway.auth import ApiKey, digest, read_key_file
 from services.queue.connect import command, connect, queue_errors
 from services.queue.keys import DEFAULT_PRIORITY, Keys
-from services.runtime.local_servers import with_local_server
+from services.runtime.local_servers import add_url, none_found, with_local_server
 
 _LIMITS = ("requests_per_minute", "burst", "max_concurrency", "priority")
 _ACTIONS = ("create", "list", "limit", "revoke")
@@ -102,7 +102,7 @@ def main(argv: Sequence[str]) -> int:
     """Runs one action and returns the exit code."""
     given = parse_options(_parser(), argv, ["api_keys_file", "redis_url", "redis_url_file", "namespace"])
     settings = layer(given).settings
-    if settings.api_keys_file is None:
+    if settings.api_keys_file is None or given["url"]:
         settings, _ = with_local_server(given)
     asyncio.run(_run(given, settings))
     return 0
@@ -112,6 +112,7 @@ def _parser() -> OptionParser:
     parser = OptionParser("expertmesh keys", "Create, list, limit or revoke API keys. Only their hashes are stored.")
     parser.add_argument("action", choices=_ACTIONS, help="create prints the new key, which is shown only once")
     parser.add_argument("name", nargs="?", help="name of the key; fairness and limits apply per name (tenant)")
+    add_url(parser)
     limits = parser.add_argument_group("limits of a new key, or with `limit` of an existing one")
     limits.add_argument("--requests-per-minute", type=float, metavar="X", help="rate (default: unlimited)")
     limits.add_argument("--burst", type=int, metavar="N", help="requests that may come at once (default: a minute's)")
@@ -136,8 +137,8 @@ async def _run(given: dict[str, Any], settings: Settings) -> None:
         return
     if settings.redis_url is None:
         raise ConfigError(
-            "No place for keys is given, and no server runs on this machine.",
-            hint="Use --api-keys-file FILE or --redis-url URL.",
+            "No place for keys is given.",
+            hint=f"{none_found()}: use --api-keys-file FILE or --redis-url URL.",
         )
     redis = connect(settings.redis_url)
     try:

@@ -23,7 +23,7 @@ from services.queue.keys import Keys
 from services.queue.limits import QueueLimits
 from services.queue.quarantine import Kept, quarantined
 from services.runtime import printable
-from services.runtime.local_servers import with_local_server
+from services.runtime.local_servers import add_url, none_found, with_local_server
 from services.runtime.tasks import end_tasks
 
 _ACTIONS = ("list", "show", "retry", "drop", "unreadable")
@@ -46,6 +46,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--limit", type=int, default=100, metavar="N", help="maximum number of entries that `list` shows"
     )
+    add_url(parser)
     given = parse_options(
         parser, argv, ["redis_url", "redis_url_file", "namespace", "model", "request_timeout", "lease"]
     )
@@ -59,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
 
 async def _run(given: dict[str, Any], settings: Settings) -> int:
     if settings.redis_url is None:
-        raise ConfigError("Which queue?", hint="No server runs on this machine: give its Redis with --redis-url.")
+        raise ConfigError("Which queue?", hint=f"{none_found()}: give its Redis with --redis-url.")
     redis_url, codec = settings.redis_url, _codec(settings) if given["action"] in _WITH_TEXT else None
     redis = connect(redis_url)
     keys, limits = Keys(settings.namespace), QueueLimits.of(settings)

@@ -9,6 +9,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 
 SCHEMES = ("redis", "rediss", "unix")
 SENTINEL_SCHEMES = ("redis+sentinel", "rediss+sentinel")
+REDIS_PORT = 6379
 SENTINEL_PORT = 26379
 _OPTIONS = (
     "sentinel_username",
@@ -59,6 +60,18 @@ class SentinelUrl:
             password=password or None,
             options=options,
         )
+
+
+def server_of(url: str) -> tuple[object, ...]:
+    """Returns what distinguishes the Redis of ``url`` from others: not users, passwords and ways of connecting."""
+    if scheme_of(url) in SENTINEL_SCHEMES:
+        several = SentinelUrl.parse(url)
+        return sorted(several.sentinels), several.name, several.db
+    parts = urlsplit(url)
+    db = dict(parse_qsl(parts.query)).get("db")
+    if parts.scheme == "unix":
+        return parts.path, db or "0"
+    return parts.hostname, parts.port or REDIS_PORT, db or parts.path.strip("/") or "0"
 
 
 def scheme_of(url: str) -> str:

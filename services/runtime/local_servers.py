@@ -1,24 +1,25 @@
 """Finds the servers that this user runs on this machine, so that commands about one need no address.
 
 `serve` leaves a record in its private folder once its Redis answers. In: options of a command. Out: its settings, with
-the Redis of the only server where none was given.
+those of the server that it is about.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from services.config import Settings, layer, mask_url
+from services.config import OptionParser, Settings, layer
+from services.config import redis_url as redis_urls
 from services.errors import ConfigError
-from services.runtime.run_folder import RunFolder, live_folders, remove_left_behind
+from services.runtime.run_folder import RunFolder, live_folders
 
 _RECORD = "server.json"
-_NAMESPACE = Settings.model_fields["namespace"].default
+_REDIS = {"redis_url", "redis_url_file"}
 
 
 class LocalServer(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,20 +33,16 @@ class LocalServer(msgspec.Struct, frozen=True, kw_only=True):
     api_keys_file: str | None = None
 
     @property
-    def settings(self) -> dict[str, str]:
+    def settings(self) -> dict[str, str | None]:
         """The settings by which a command reaches the server's Redis and its API keys."""
-        names = ("namespace", "redis_url", "redis_url_file", "api_keys_file")
-        return {name: value for name in names if (value := getattr(self, name)) is not None}
+        return {name: getattr(self, name) for name in (*_REDIS, "namespace", "api_keys_file")}
 
-    @property
-    def options(self) -> str:
-        """The options that choose the server, without a password."""
-        redis = f"--redis-url-file {self.redis_url_file}" if self.redis_url_file else f"--redis-url {self._shown_url}"
-        return redis if self.namespace == _NAMESPACE else f"{redis} --namespace {self.namespace}"
-
-    @property
-    def _shown_url(self) -> str:
-        return mask_url(self.redis_url or "")
+    def uses(self, redis_url: str) -> bool:
+        """Return whether ``redis_url`` is an address of the server's Redis."""
+        with suppress(OSError, ValueError):
+            mine = self.redis_url or redis_urls.read(Path(str(self.redis_url_file)))
+            return redis_urls.server_of(mine) == redis_urls.server_of(redis_url)
+        return False
 
 
 def announce(folder: RunFolder, settings: Settings, *, url: str, redis_url: str) -> None:
@@ -63,8 +60,7 @@ def announce(folder: RunFolder, settings: Settings, *, url: str, redis_url: str)
 
 
 def local_servers() -> list[LocalServer]:
-    """Return the servers that run, by URL; what killed ones left behind is removed."""
-    remove_left_behind()
+    """Return the servers that run, by URL."""
     found = []
     for folder in live_folders():
         with suppress(FileNotFoundError, msgspec.DecodeError):  # not yet; of a release that writes something else
@@ -72,27 +68,55 @@ def local_servers() -> list[LocalServer]:
     return sorted(found, key=lambda server: server.url)
 
 
+def add_url(parser: OptionParser) -> None:
+    """Add the option by which users choose one of several servers on this machine."""
+    parser.add_argument("--url", help="the server on this machine that has this address (default: the only one)")
+
+
+def root_url(url: str) -> str:
+    """Return the address that `serve` prints, or HOST:PORT, as that of the server's root."""
+    return (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
+
+
 def with_local_server(given: Mapping[str, Any]) -> tuple[Settings, LocalServer | None]:
-    """Return the settings of a command about a deployment, and the server on this machine that it is about, if the
-    settings name no Redis. Without such a server ``redis_url`` stays None.
+    """Return the settings of a command about a deployment, and the server on this machine that it is about: the one
+    with the URL, the Redis and the namespace that are given. Other settings are the server's unless they are given;
+    next to a URL, only the command line gives them. Without such a server ``redis_url`` may be None.
 
     Args:
         given: options of the command line.
 
     Raises:
-        ConfigError: a setting is wrong, or several servers run.
+        ConfigError: a setting is wrong, several servers may be meant, or none has the URL.
     """
-    layered = layer(given)
-    if layered.settings.redis_url is not None:
-        return layered.settings, None
-    servers = local_servers()
-    if len(servers) > 1:
-        lines = (f"  {each.model_name} at {each.url}: {each.options}" for each in servers)
-        raise ConfigError("\n".join(["Several servers run on this machine. Choose one by its options:", *lines]))
-    if not servers:
-        return layered.settings, None
-    values = {name: value for name, value in servers[0].settings.items() if name not in layered.origins}
-    return layer(given, overrides=values).settings, servers[0]
+    layered, url = layer(given), given.get("url")
+    settings, fixed = layered.settings, set(layered.origins if url is None else given)
+    redis_url = None if fixed.isdisjoint(_REDIS) else settings.redis_url
+    servers = [
+        server
+        for server in local_servers()
+        if (url is None or server.url == root_url(url))
+        and (redis_url is None or server.uses(redis_url))
+        and ("namespace" not in fixed or server.namespace == settings.namespace)
+    ]
+    if any(server.settings != servers[0].settings for server in servers):
+        raise ConfigError("\n".join(["Several servers run on this machine. Choose one:", *_listed(servers)]))
+    if servers:
+        fixed = fixed - _REDIS if redis_url is None else fixed | _REDIS
+        values = {name: value for name, value in servers[0].settings.items() if name not in fixed}
+        return layer(given, overrides=values).settings, servers[0]
+    if url is not None:
+        raise ConfigError("\n".join([f"{none_found()}.", *_listed(local_servers())]))
+    return settings, None
+
+
+def none_found() -> str:
+    """Say that no server is the one that is meant."""
+    return "No server on this machine matches the options" if local_servers() else "No server runs on this machine"
+
+
+def _listed(servers: Iterable[LocalServer]) -> list[str]:
+    return [f"  {each.model_name} in namespace {each.namespace}: --url {each.url}" for each in servers]
 
 
 def _absolute(path: Path | None) -> str | None:

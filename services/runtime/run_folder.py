@@ -6,7 +6,9 @@ of the same user find it (:mod:`services.runtime.local_servers`).
 
 from __future__ import annotations
 
+import hashlib
 import os
+import platform
 import secrets
 import shutil
 import stat
@@ -20,8 +22,9 @@ import yaml
 from services.config import Settings
 
 _PREFIX = "expertmesh-serve-"
-_MAX_PARENT_BYTES = 52
-"""The longest usable path of temporary files; it leaves room for expertmesh-serve-<pid>-<random>/redis/redis.sock."""
+_MAX_PARENT_BYTES = 32
+"""The longest usable path of temporary files; it leaves room for
+expertmesh-serve-<place>-<pid>.<ticks>-<random>/redis/redis.sock."""
 
 
 def private_folder(prefix: str) -> Path:
@@ -30,11 +33,11 @@ def private_folder(prefix: str) -> Path:
 
 
 class RunFolder:
-    """A folder that only this user can enter, named after the process that owns it and when that began."""
+    """A folder that only this user can enter, named after the process that owns it, where that runs and since when."""
 
     def __init__(self) -> None:
-        remove_left_behind()
-        self.path = private_folder(f"{_PREFIX}{_life(os.getpid())}-")
+        _remove_left_behind()
+        self.path = private_folder(f"{_prefix()}{_life(os.getpid())}-")
 
     def write(self, name: str, settings: Settings, changes: Mapping[str, object]) -> Path:
         """Write ``settings`` with ``changes`` for the process ``name`` and return the file."""
@@ -69,7 +72,7 @@ def live_folders() -> Iterator[Path]:
             yield folder
 
 
-def remove_left_behind() -> None:
+def _remove_left_behind() -> None:
     """Delete folders of this user's supervisors that were killed, even of one with the same process number."""
     for folder, _, owner in _folders():
         if _ended(owner):
@@ -77,18 +80,29 @@ def remove_left_behind() -> None:
 
 
 def _folders() -> Iterator[tuple[Path, int, str]]:
-    """Yield this user's folders with their mode and the life of the process that made them."""
-    for folder in sorted(_parent().glob(f"{_PREFIX}*")):
+    """Yield this user's folders with their mode and the life of the process that made them, if its number is one here:
+    other hosts and containers may have the same folder of temporary files."""
+    prefix = _prefix()
+    for folder in sorted(_parent().glob(f"{prefix}*")):
         with suppress(OSError):
             found = folder.lstat()
             if found.st_uid == os.getuid() and stat.S_ISDIR(found.st_mode):
-                yield folder, found.st_mode, folder.name.removeprefix(_PREFIX).split("-")[0]
+                yield folder, found.st_mode, folder.name.removeprefix(prefix).split("-")[0]
 
 
 def _parent() -> Path:
     parent = tempfile.gettempdir()
     too_long = len(os.fsencode(parent)) > _MAX_PARENT_BYTES and os.access("/tmp", os.W_OK)
     return Path("/tmp" if too_long else parent)
+
+
+def _prefix() -> str:
+    """Return the start of the names of folders whose owners' process numbers mean the same as here: on Linux by boot
+    and PID namespace, elsewhere by host."""
+    place = platform.node()
+    with suppress(OSError):
+        place = f"{Path('/proc/sys/kernel/random/boot_id').read_text()} {os.stat('/proc/self/ns/pid').st_ino}"
+    return f"{_PREFIX}{hashlib.sha256(place.encode()).hexdigest()[:8]}-"
 
 
 def _life(pid: int) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 from services.config import OptionParser, Settings, layer, parse_options
 from services.errors import ConfigError, KubernetesUnavailable
 from services.queue.connect import connect
-from services.runtime.local_servers import LocalServer, with_local_server
+from services.runtime.local_servers import LocalServer, add_url, none_found, with_local_server
 from services.status.kube import ClusterReader, connected, has_kubeconfig, in_cluster
 from services.status.queue import Queue, QueueReader
 from services.status.release import Pod, Release
@@ -84,8 +84,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _deployment(given: Mapping[str, Any]) -> tuple[Settings, LocalServer | None]:
     """Return the settings, and the server on this machine that they are about: none in a pod, or where an option says
-    which release is meant."""
-    released = in_cluster() or any(given[name] is not None for name in ("context", "kube_namespace", "release"))
+    which release is meant. An option that says which server is meant counts in a pod, too."""
+    named = any(given[name] is not None for name in ("context", "kube_namespace", "release"))
+    if named and given["url"]:
+        raise ConfigError("--url means a server on this machine, other options one on Kubernetes.", hint="Give one.")
+    released = named or (in_cluster() and not given["url"])
     return (layer(given).settings, None) if released else with_local_server(given)
 
 
@@ -101,6 +104,7 @@ def _parser() -> OptionParser:
     parser.add_argument("--context", metavar="NAME", help="kubeconfig context (default: the current one)")
     parser.add_argument("-n", "--kube-namespace", metavar="NAME", help="Kubernetes namespace (default: the context's)")
     parser.add_argument("--release", metavar="NAME", help="name of the Helm release, where there are several")
+    add_url(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
@@ -110,8 +114,7 @@ async def _look(given: argparse.Namespace, settings: Settings, server: LocalServ
     if not asks and settings.redis_url is None:
         raise ConfigError(
             "Which deployment?",
-            hint="No server runs on this machine: give its Redis with --redis-url, or a kubeconfig for one on "
-            "Kubernetes.",
+            hint=f"{none_found()}: give its Redis with --redis-url, or a kubeconfig for one on Kubernetes.",
         )
     if settings.redis_url is None:
         return await Look(_reader_of(given), None).status()

@@ -20,7 +20,7 @@ from rich.live import Live
 from services.config import OptionParser, Settings, parse_options
 from services.errors import ConfigError
 from services.queue.connect import connect
-from services.runtime.local_servers import with_local_server
+from services.runtime.local_servers import add_url, none_found, with_local_server
 from services.runtime.tasks import unless_stopped
 from services.top.frame import frame
 from services.top.readings import Reader, Reading
@@ -134,12 +134,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--interval", type=float, default=1.0, metavar="S", help="seconds between frames (default: 1.0)"
     )
+    add_url(parser)
     given = parse_options(parser, sys.argv[1:] if argv is None else argv, ["redis_url", "redis_url_file", "namespace"])
     if not 0.1 <= given["interval"] <= 3600:
         raise ConfigError("--interval is at least 0.1 and at most 3600 seconds.")
     settings, _ = with_local_server(given)
     if settings.redis_url is None:
-        raise ConfigError("Which deployment?", hint="No server runs on this machine: give its Redis with --redis-url.")
+        raise ConfigError("Which deployment?", hint=f"{none_found()}: give its Redis with --redis-url.")
     return asyncio.run(_run(settings, given["interval"], once=given["once"], as_json=given["json"]))
 
 

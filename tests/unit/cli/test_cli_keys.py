@@ -116,15 +116,21 @@ def test_rates_are_shown_as_they_were_given(keys: Run) -> None:
         assert f"requests_per_minute={rate}  " in keys(0, "limit", name, "--priority", "5").out
 
 
-def test_keys_go_to_where_the_server_on_this_machine_looks_for_them(run: Run, file: Path, redis_url: str) -> None:
+def test_keys_go_to_where_the_server_on_this_machine_looks_for_them(
+    run: Run, file: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with RunFolder() as folder:
         announce(folder, Settings(model=Path("m"), api_keys_file=file), url="http://here", redis_url=redis_url)
         run(0, "keys", "create", "alice")
-        assert "alice" in file.read_text()
+        run(0, "keys", "create", "carol", "--redis-url", redis_url)
+        run(0, "keys", "create", "dave", "--url", "http://here", "--api-keys-file", str(file))
+        assert all(name in file.read_text() for name in ("alice", "carol", "dave"))
         (folder.path / "server.json").unlink()
         announce(folder, Settings(model=Path("m")), url="http://here", redis_url=redis_url)
         run(0, "keys", "create", "bob")
         assert run(0, "keys", "list", "--redis-url", redis_url).out.startswith("bob  ")
+        monkeypatch.setenv("EXPERTMESH_API_KEYS_FILE", str(file))
+        assert run(0, "keys", "list", "--url", "http://here").out.startswith("bob  ")
 
 
 @pytest.fixture

@@ -104,7 +104,10 @@ async def test_list_show_and_drop(deployment: Deployment, monkeypatch: pytest.Mo
     assert (rows["tenant"], rows["prompt"], rows["last worker"]) == ("alice", "11 12", "w")
     with RunFolder() as folder:
         announce(folder, Settings(model=Path("m")), url="http://here", redis_url=deployment.url)
-        assert (await asyncio.to_thread(deployment.cli, 0, "queue", "list")).out.startswith("r1  20")
+        for options in ((), ("--url", "http://here")):
+            assert (await asyncio.to_thread(deployment.cli, 0, "queue", "list", *options)).out.startswith("r1  20")
+        said = await asyncio.to_thread(deployment.cli, 2, "queue", "list", "--namespace", "other")
+        assert "No server on this machine matches the options" in said.err
     assert "No server runs on this machine" in (await asyncio.to_thread(deployment.cli, 2, "queue", "list")).err
     await deployment.run(0, "drop", "r1", "--model", "any")
     assert await deployment.letters.list() == []

@@ -155,6 +155,11 @@ async def test_the_only_server_on_this_machine_is_meant_unless_options_name_a_re
         assert "workload" not in said
         assert json.loads((await asyncio.to_thread(status, 0, "--json")).out)["kubernetes"] is None
         assert api.lists, "there is a kubeconfig"
+        for options in (("--url", "http://127.0.0.1:8000"), ("--redis-url", redis_url)):
+            named = (await asyncio.to_thread(status, 0, *options)).out
+            assert named.startswith("pocket at http://127.0.0.1:8000 serves its model.\n")
+        said = (await asyncio.to_thread(status, 2, "--url", "http://127.0.0.1:8000", "--release", "mesh")).err
+        assert "--url means a server on this machine" in said
         said = (await asyncio.to_thread(status, 0, "--release", "mesh")).out
         assert said.startswith("mesh in namespace default serves its model.")
         assert "leading scheduler" not in said

@@ -146,7 +146,8 @@ async def test_while_it_runs_other_commands_find_it(home: Path) -> None:
 
     assert await _run(during, namespace="mine", api_keys_file=home / "keys.yaml") == 0
     [server] = found
-    values = {name: notes_in(home)[0]["settings"][name] for name in ("redis_url", "namespace", "api_keys_file")}
+    names = ("redis_url", "redis_url_file", "namespace", "api_keys_file")
+    values = {name: notes_in(home)[0]["settings"][name] for name in names}
     assert (server.settings, server.model_name) == (values, "m")
     assert local_servers() == []
 
@@ -336,7 +337,7 @@ async def test_a_server_that_others_reach_makes_a_key_where_there_is_none(
 
     async def read_key(_: str) -> None:
         found.extend(
-            file.read_text() for file in Path(tempfile.gettempdir()).glob(f"expertmesh-serve-{os.getpid()}.*/api-key")
+            file.read_text() for file in Path(tempfile.gettempdir()).glob(f"expertmesh-serve-*-{os.getpid()}.*/api-key")
         )
 
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
@@ -444,14 +445,18 @@ def test_no_orphan_after_kill_9_of_the_supervisor() -> None:
 def test_folders_of_killed_supervisors_are_swept(temporary: Path) -> None:
     dead = subprocess.Popen(["true"])
     dead.wait()
-    left = temporary / f"expertmesh-serve-{dead.pid}-abc"
-    living = temporary / f"expertmesh-serve-{os.getpid()}-abc"
-    before = temporary / f"expertmesh-serve-{os.getpid()}.1-abc"
-    for each in (left, living, before):
+    with RunFolder() as folder:
+        here = f"expertmesh-serve-{folder.path.name.split('-')[2]}-"
+    left = temporary / f"{here}{dead.pid}-abc"
+    living = temporary / f"{here}{os.getpid()}-abc"
+    before = temporary / f"{here}{os.getpid()}.1-abc"
+    elsewhere = temporary / f"expertmesh-serve-00000000-{dead.pid}-abc"
+    for each in (left, living, before, elsewhere):
         each.mkdir()
     with RunFolder() as folder:
         assert not left.exists()
         assert living.exists()
+        assert elsewhere.exists(), "of another container or host that has the same folder of temporary files"
         assert before.exists() is (sys.platform != "linux"), "of a life before under the same number, as in a container"
         assert folder.path.exists()
         with RunFolder():

@@ -283,7 +283,7 @@ async def test_it_ends_at_once_while_nothing_answers() -> None:
         assert await running == 0
 
 
-@pytest.mark.parametrize("argv", [["--interval", "0"], [], ["--interval", "soon"]])
+@pytest.mark.parametrize("argv", [["--interval", "0"], [], ["--interval", "soon"], ["--url", "http://127.0.0.1:1"]])
 @pytest.mark.usefixtures("temporary")
 def test_wrong_options_are_refused(argv: list[str]) -> None:
     with pytest.raises(ConfigError):
