@@ -32,7 +32,6 @@ ABUSE_OUT ?= .cache/abuse
 ABUSE_ARGS ?=
 FLEET_ARGS ?=
 KUBE_PLOTS ?= .cache/cluster
-KUBE_TOOL ?= ../shared/tools/kube/kube
 BUILD ?= docker build
 TAG ?= $(shell sed -n 's/^appVersion: "\(.*\)"/\1/p' helm/expertmesh/Chart.yaml)
 # torch for CPUs is not on PyPI. PIP_INDEX_URL leads to a mirror, DEBIAN_ARCHIVE to one of Debian's daily archives.
@@ -41,7 +40,7 @@ BUILD_ARGS = $(if $(PIP_INDEX_URL),--build-arg PIP_INDEX_URL=$(PIP_INDEX_URL))
 IMAGE = $(BUILD) -f helm/images/Dockerfile $(BUILD_ARGS)
 
 .PHONY: env run test test-all gpu-test gpu1-test lint types imports check bench-cpu chaos leaks abuse abuse-soak abuse-crowds abuse-pauses fleet fleet-nodes demo-model dist chart manifests images images-cuda cluster-test cluster-dry \
-  constraints locks clean
+  kube-tool constraints locks clean
 
 env: $(STAMP)
 
@@ -117,7 +116,11 @@ abuse-soak abuse-crowds abuse-pauses: abuse-%: env
 fleet: env
 	OMP_NUM_THREADS=1 PYTHONPATH=.:tests $(BIN)/python -m perf.fleet.control_plane $(FLEET_ARGS)
 
-fleet-nodes: env
+# Before env, which may take minutes.
+kube-tool:
+	@test -x '$(KUBE_TOOL)' || { echo "KUBE_TOOL must name a program that runs a cluster: make KUBE_TOOL=path/to/it ..."; exit 1; }
+
+fleet-nodes: kube-tool env
 	KUBE_TOOL=$(KUBE_TOOL) PYTHONPATH=.:tests $(BIN)/python -m perf.fleet.nodes $(FLEET_ARGS)
 
 demo-model: env
@@ -143,7 +146,7 @@ images-cuda:
 
 # Brings the cluster up, and down again unless it ran before. The timeline of test_scaling.py goes to KUBE_PLOTS.
 # KUBE_FROM=REV also upgrades from that commit's chart and images.
-cluster-test: env
+cluster-test: kube-tool env
 	KUBE_TOOL=$(KUBE_TOOL) KUBE_PLOTS=$(KUBE_PLOTS) $(BIN)/pytest -q -s --durations=0 tests/cluster
 
 # A part of CI: where KUBE_TOOL names no program, it says so and is content; a cluster that does not start is a failure.

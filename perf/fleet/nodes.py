@@ -1,6 +1,6 @@
 """The chart on hundreds of fake nodes (kwok): objects, Helm's release, time to install, spread, KEDA, the API's load.
 
-    KUBE_TOOL=../shared/tools/kube/kube PYTHONPATH=.:tests .venv/bin/python -m perf.fleet.nodes --nodes 500 --groups 64
+    KUBE_TOOL=path/to/kube PYTHONPATH=.:tests .venv/bin/python -m perf.fleet.nodes --nodes 500 --groups 64
 
 Real are the API server, the controllers, the scheduler of pods and KEDA; pods on fake nodes run nothing and are ready
 at once. Needs a cluster by KUBE_TOOL, which goes on running afterwards without the fake nodes and the release.

@@ -10,6 +10,7 @@ from services.config import Settings
 from services.model.hub import hub_name
 from services.model.spec import ModelSpec
 from services.planner.estimate import Row, in_one_node
+from services.planner.figures import PREFILL_TOKENS
 
 _CHART = ("helm", "install", "mesh", "helm/expertmesh", "-f", "helm/expertmesh/values-multi-node.yaml")
 
@@ -33,8 +34,7 @@ def _engine(spec: ModelSpec, row: Row) -> dict[str, object]:
     """Return the settings of attention workers that follow from memory and batch."""
     sequences = math.ceil(row.batch / row.attention)
     found: dict[str, object] = {"kv_memory_gib": row.memory.kv_gib, "max_num_seqs": sequences}
-    if sequences > Settings().max_num_batched_tokens:
-        found["max_num_batched_tokens"] = sequences
+    found["max_num_batched_tokens"] = sequences + PREFILL_TOKENS
     if row.mode.choice == "pingpong":
         found["overlap"] = "on"
     return found | ({"dtype": "bfloat16"} if spec.dtype == "float32" else {})

@@ -39,6 +39,9 @@ REACHED_FLOPS = 790 / 989
 SHARED_ROWS = 512
 """The most tokens of a step that go through shared memory (services/attention/setup/remote_link.py). Larger steps go by
 slower ways, which the equations do not have."""
+PREFILL_TOKENS = 2048
+"""Tokens of prompts for which a step of the printed command has room beside one token of every sequence. Decodes come
+first: without that room the prompts behind a full batch would get one token a step for each place that becomes free."""
 REACHED_LINK = 295 / 450
 """Share of the peak that rows through shared memory between H200s reach (see LINK_US)."""
 LINK_US = 4.1

@@ -21,12 +21,25 @@ from services.placement import DoesNotFit, counted, parallel_plan
 from services.planner import trace as plan_trace
 from services.planner.command import command, layout_of
 from services.planner.estimate import Row, between, exchanges, inside, kv_bytes, row, weights
-from services.planner.figures import ACROSS_GB, ACROSS_US, KINDS, LINK_US, LOCKSTEP_US, USED_MEMORY, Assumed
+from services.planner.figures import (
+    ACROSS_GB,
+    ACROSS_US,
+    KINDS,
+    LINK_US,
+    LOCKSTEP_US,
+    PREFILL_TOKENS,
+    SHARED_ROWS,
+    USED_MEMORY,
+    Assumed,
+)
 
 _PROMPTS = (
     "Prompts are not counted: prefill runs on the same GPUs, so a load with prompts gets fewer tokens/s than this "
-    "(docs/operating.md, how many GPUs a load takes)."
+    f"(docs/operating.md, how many GPUs a load takes). A step has room for {PREFILL_TOKENS:,} tokens of prompts beside "
+    "the decodes (--max-num-batched-tokens)."
 )
+_LARGE_STEPS = f" Steps of more than {SHARED_ROWS} tokens go to experts by NCCL or TCP, not through shared memory."
+_INSTALL = "Run in a clone of expertmesh (docs/kubernetes-operations.md says what the cluster needs):"
 
 Rows = dict[int, Row | None]
 """Batch size -> its estimate; None where it does not fit."""
@@ -91,7 +104,7 @@ def _parser() -> OptionParser:
     parser.add_argument(
         "--block", type=int, metavar="N", help="show ExpertFlow's plan for blocks of E_block = N experts"
     )
-    parser.add_argument("--weight-bits", type=int, help=SUPPRESS)
+    parser.add_argument("--weight-bits", help=SUPPRESS)
     return parser
 
 
@@ -133,10 +146,10 @@ def _check(given: Namespace) -> None:
             f"{counted(given.gpus, 'GPU')} cannot be spread evenly over {counted(given.nodes, 'node')}.",
             hint="Choose 1 or more of both.",
         )
-    if given.weight_bits not in (None, 16):
+    if given.weight_bits is not None:
         raise ConfigError(
-            f"The server has no {given.weight_bits}-bit weights: quantised checkpoints are not supported.",
-            hint="Plan without --weight-bits: weights have 16 bits.",
+            "--weight-bits is no longer an option.",
+            hint="Leave it out: weights are taken to have 16 bits, as quantised ones are not supported.",
         )
 
 
@@ -174,9 +187,9 @@ def _report(spec: ModelSpec, settings: Settings, given: Namespace, rows: Rows) -
     yield _title(spec, settings, given)
     yield _table(given, rows, best)
     yield _recommended(given, rows, best)
-    yield _PROMPTS
+    yield _PROMPTS + _LARGE_STEPS * (layout_of(best, given) == "disaggregated")
     yield _memory(given, best)
-    yield "Run:" if given.nodes == 1 else "Run (docs/kubernetes-operations.md says what the cluster needs):"
+    yield "Run:" if given.nodes == 1 else _INSTALL
     yield Text(f"\n  {command(spec, settings, given, best)}\n")
     for tokens in given.tokens if given.nodes > 1 else ():
         yield _across(spec, given, tokens)

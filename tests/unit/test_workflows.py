@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -60,3 +62,13 @@ def test_a_release_builds_by_what_make_has() -> None:
 def test_versions_stand_where_a_release_looks_for_them() -> None:
     [version] = re.findall(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.M)
     assert f'\nappVersion: "{version}"\n' in (ROOT / "helm/expertmesh/Chart.yaml").read_text()
+
+
+@pytest.mark.parametrize("target", ["cluster-test", "fleet-nodes"])
+def test_what_needs_a_cluster_says_what_to_name_before_anything_is_installed(target: str) -> None:
+    words = ["make", "-C", str(ROOT), "-o", "env", "BIN=/nowhere", target]
+    environment = {"PATH": os.environ["PATH"]}
+    said = subprocess.run(words, env=environment, capture_output=True, text=True)
+    assert "KUBE_TOOL must name a program that runs a cluster" in said.stdout + said.stderr
+    assert said.returncode != 0
+    assert "/nowhere" not in said.stdout + said.stderr

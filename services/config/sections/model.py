@@ -15,8 +15,8 @@ class ModelSettings(BaseModel):
 
     model: Path | None = setting(
         None,
-        "checkpoint to serve: a local folder, or a Hugging Face Hub ID (ORG/NAME), which is downloaded to the Hub's "
-        "cache",
+        "checkpoint: a local folder, or a Hugging Face Hub ID (ORG/NAME), of which what is needed is downloaded to the "
+        "Hub's cache",
         common=True,
         roles=WITH_MODEL,
     )

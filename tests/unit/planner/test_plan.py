@@ -22,6 +22,7 @@ from services.planner.figures import SHARED_ROWS, STEP_MARGIN
 from services.supervisor.gpus import Gpus
 from services.supervisor.preflight import preflight
 
+ROOT = Path(__file__).parents[3]
 MODEL = str(POCKET / "model")
 QWEN3_30B = {"hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8} | {
     "num_hidden_layers": 48,
@@ -41,6 +42,39 @@ OLMOE = QWEN3_30B | {
     "num_key_value_heads": 16,
     "vocab_size": 50_304,
 }
+QWEN2_MOE = {
+    "model_type": "qwen2_moe",
+    "num_key_value_heads": 16,
+    "vocab_size": 151_936,
+    "max_position_embeddings": 8192,
+    "decoder_sparse_step": 1,
+}
+MIXTRAL = {
+    "model_type": "mixtral",
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "num_key_value_heads": 8,
+    "vocab_size": 32_000,
+    "max_position_embeddings": 32_768,
+}
+EXAMPLES = {
+    "OLMoE-1B-7B": OLMOE | {"model_type": "olmoe", "intermediate_size": 1024},
+    "Qwen1.5-MoE-A2.7B": QWEN2_MOE
+    | {"hidden_size": 2048, "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632}
+    | {"num_experts": 60, "num_experts_per_tok": 4, "num_hidden_layers": 24, "num_attention_heads": 16},
+    "Qwen2-57B-A14B": QWEN2_MOE
+    | {"hidden_size": 3584, "moe_intermediate_size": 2560, "shared_expert_intermediate_size": 20_480}
+    | {"num_experts": 64, "num_experts_per_tok": 8, "num_hidden_layers": 28, "num_attention_heads": 28}
+    | {"num_key_value_heads": 4},
+    "Qwen3-30B-A3B": QWEN3_30B,
+    "Qwen3-235B-A22B": QWEN3_30B
+    | {"hidden_size": 4096, "moe_intermediate_size": 1536, "num_hidden_layers": 94, "num_attention_heads": 64},
+    "Mixtral-8x7B": MIXTRAL
+    | {"hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32, "num_attention_heads": 32},
+    "Mixtral-8x22B": MIXTRAL
+    | {"hidden_size": 6144, "intermediate_size": 16_384, "num_hidden_layers": 56, "num_attention_heads": 48},
+}
+"""Shapes of the examples in the README, of their config.json."""
 
 
 def config_of(folder: Path, shapes: dict[str, Any]) -> Path:
@@ -137,7 +171,13 @@ def test_serve_takes_the_command(
     settings = served(said(big, *words))
     assert (settings.layout, settings.workers, settings.expert_workers) == (layout, workers, experts)
     assert settings.expert_groups == groups
-    assert settings.max_num_batched_tokens >= settings.max_num_seqs
+    assert settings.max_num_batched_tokens == settings.max_num_seqs + 2048, "decodes go first, and leave prompts room"
+
+
+def test_steps_with_prompts_leave_shared_memory_where_experts_are_apart(said: Callable[..., str], big: str) -> None:
+    words = (big, "--gpus", "4", "--tokens")
+    assert "Steps of more than 512 tokens go to experts by NCCL or TCP" in said(*words, "128"), "disaggregated"
+    assert "go to experts by NCCL" not in said(*words, "2048"), "local"
 
 
 def test_weights_of_32_bits_are_served_with_the_16_that_are_planned(said: Callable[..., str], tmp_path: Path) -> None:
@@ -260,7 +300,9 @@ def test_a_model_of_the_hub_keeps_its_id(said: Callable[..., str], big: str, mon
     assert [str(settings.model) for settings in asked] == ["Qwen/Qwen3-30B-A3B"]
     settings = served(text)
     assert (str(settings.model), settings.revision) == ("Qwen/Qwen3-30B-A3B", "main")
-    words = run_line(said("Qwen/Qwen3-30B-A3B", "--gpus", "2", "--nodes", "2", "--tokens", "8"))
+    text = said("Qwen/Qwen3-30B-A3B", "--gpus", "2", "--nodes", "2", "--tokens", "8")
+    assert "Run in a clone of expertmesh" in text, "the chart is a folder of it"
+    words = run_line(text)
     assert "model.pvc.prefetch.source=hf://Qwen/Qwen3-30B-A3B@main" in words[-1].split(",")
 
 
@@ -278,7 +320,7 @@ def test_a_model_of_the_hub_keeps_its_id(said: Callable[..., str], big: str, mon
         ([MODEL, "--gpus", "2", "--skew", "-1"], "skew = -1.0"),
         ([MODEL, "--gpus", "2", "--context", "0"], "--context is 0; expected 1 to 1,024"),
         ([MODEL, "--gpus", "2", "--context", "1025"], "--context is 1025; expected 1 to 1,024"),
-        ([MODEL, "--gpus", "2", "--weight-bits", "4"], "The server has no 4-bit weights"),
+        ([MODEL, "--gpus", "2", "--weight-bits", "16"], "--weight-bits is no longer an option. Leave it out"),
         ([MODEL, "--gpus", "2", "--quantization", "fp8"], "Serve the float32, bfloat16 or float16 version"),
         ([MODEL, "--gpus", "2", "--link-gb", "0"], "bandwidth = 0.0"),
         ([MODEL, "--gpus", "2", "--nodes", "2", "--across-gb", "0"], "across_bandwidth = 0.0"),
@@ -305,3 +347,37 @@ def test_a_model_has_no_more_groups_than_experts(said: Callable[..., str], tmp_p
     few = config_of(tmp_path, QWEN3_30B | {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 49_152})
     settings = served(said(str(few), "--gpus", "8", "--tokens", "32"))
     assert (settings.expert_groups or 1) <= 2
+
+
+def in_the_readme() -> list[tuple[str, str, str]]:
+    """Example, weights and GPUs of the README's table of models."""
+    table = (ROOT / "README.md").read_text().split("| family (`model_type`) |")[1].split("\n\n")[0]
+    rows = [[cell.split("; ") for cell in line.strip("| ").split(" | ")] for line in table.splitlines()[2:]]
+    return [one for _, *cells in rows for one in zip(*cells, strict=True)]
+
+
+@pytest.mark.parametrize(("name", "held", "gpus"), in_the_readme())
+def test_as_few_gpus_as_the_readme_says_hold_a_model(
+    said: Callable[..., str], tmp_path: Path, name: str, held: str, gpus: str
+) -> None:
+    base = {"tie_word_embeddings": False, "dtype": "bfloat16", "hidden_act": "silu"}
+    (tmp_path / "config.json").write_text(json.dumps(base | {"model_type": "qwen3_moe"} | EXAMPLES[name]))
+    words = (str(tmp_path), "--gpu", "h100", "--gpus")
+    [size] = re.findall(r"parameters, ([0-9.]+) GB in bfloat16", said(*words, gpus))
+    assert f"{float(size):.0f} GB" == held
+    if int(gpus) > 1:
+        assert "cannot hold the model" in said(*words, str(int(gpus) - 1), codes=(2,))
+
+
+def test_the_worked_load_has_the_figures_of_its_commands(said: Callable[..., str], big: str) -> None:
+    text = (ROOT / "docs/operating.md").read_text()
+    [passage] = re.findall(r"(?s)\n### How many GPUs a load takes\n(.*?)\n##", text)
+    one, all_gpus = (shlex.split(words) for words in re.findall(r"plan \S+ (--gpus [^`]+)`", " ".join(passage.split())))
+    [rate, ms] = re.findall(r"Expect ([0-9,]+) tokens/s, ([0-9.]+) ms", said(big, *one))[0]
+    gpus = 40_000 / int(rate.replace(",", ""))
+    assert f"40,000 / {rate} = {gpus:.1f} GPUs" in passage
+    assert f"{gpus + 100_000 / 48_400:.1f} / 0.7" in passage
+    assert f"200 x 200 x {float(ms) / 1e3:.3f} = {40_000 * round(float(ms) / 1e3, 3):,.0f}" in passage
+    settings = served(said(big, *all_gpus))
+    assert f"{settings.max_num_seqs} requests at a time on each GPU" in " ".join(passage.split())
+    assert f"`--max-num-batched-tokens {settings.max_num_batched_tokens}`" in passage
