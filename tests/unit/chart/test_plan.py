@@ -55,7 +55,7 @@ def test_local(planned: Callable[..., Objects], read: Callable[..., Settings]) -
     assert named(objects, "Deployment", "attention")["spec"]["replicas"] == 4
     settings = read(objects, "attention")
     assert (settings.layout, settings.max_num_seqs) == ("local", 1024)
-    assert settings.max_num_batched_tokens == 1024
+    assert settings.max_num_batched_tokens == 1024 + 2048
 
 
 def test_colocated(planned: Callable[..., Objects], read: Callable[..., Settings]) -> None:
