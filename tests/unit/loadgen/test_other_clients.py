@@ -117,6 +117,15 @@ def test_results_are_read() -> None:
     assert VllmBench().read(of_vllm()) == replace(WANTED, itl_p50_ms=4.5, itl_p99_ms=9.0)
 
 
+def test_a_file_that_guidellm_wrote_is_read() -> None:
+    """Of 60 requests of 64 tokens at 4 a second, on a busy machine; distributions are cut to what counts."""
+    figures = GuideLLM().read(json.loads((Path(__file__).parent / "guidellm_result.json").read_bytes()))
+    assert (figures.completed, figures.failed) == (60, 0)
+    assert figures.output_tokens_s == pytest.approx(64 * figures.requests_s)
+    assert figures.ttft_p50_ms == pytest.approx(641.75, abs=0.01)
+    assert figures.tpot_p99_ms == pytest.approx(266.18, abs=0.01)
+
+
 @pytest.mark.parametrize("name", CLIENTS)
 def test_a_tool_that_is_missing_is_named_with_the_way_to_install_it(name: str) -> None:
     with pytest.raises(ToolMissing, match=r"^/none/such --x is not installed\. Install it: .*pip install"):
