@@ -179,8 +179,10 @@ async def test_a_leader_that_was_deposed_steps_down(server: RedisServer) -> None
         scheduler = deployment.scheduler()
         await eventually(lambda: leads(scheduler))
         connection = deployment.connection()
-        await connection.set(KEYS.leader, "usurper", px=60_000)
-        await connection.incrby(KEYS.leader + ":epoch", 1)
+        async with connection.pipeline(transaction=True) as both:  # the leader renews its lock meanwhile
+            both.set(KEYS.leader, "usurper", px=60_000)
+            both.incrby(KEYS.leader + ":epoch", 1)
+            await both.execute()
         await eventually(lambda: not leads(scheduler))
         await connection.delete(KEYS.leader)
         await eventually(lambda: leads(scheduler))
