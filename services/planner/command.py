@@ -33,8 +33,11 @@ def command(spec: ModelSpec, settings: Settings, given: Namespace, row: Row) -> 
 def _engine(spec: ModelSpec, row: Row) -> dict[str, object]:
     """Return the settings of attention workers that follow from memory and batch."""
     sequences = math.ceil(row.batch / row.attention)
-    found: dict[str, object] = {"kv_memory_gib": row.memory.kv_gib, "max_num_seqs": sequences}
-    found["max_num_batched_tokens"] = sequences + PREFILL_TOKENS
+    found: dict[str, object] = {
+        "kv_memory_gib": row.memory.kv_gib,
+        "max_num_seqs": sequences,
+        "max_num_batched_tokens": sequences + PREFILL_TOKENS,
+    }
     if row.mode.choice == "pingpong":
         found["overlap"] = "on"
     return found | ({"dtype": "bfloat16"} if spec.dtype == "float32" else {})

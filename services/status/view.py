@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
+from services.placement import counted
 from services.runtime import printable
 from services.status.queue import Queue
 from services.status.release import Release
@@ -83,8 +84,7 @@ def _queue(queue: Queue) -> Iterator[str]:
         rows.append(("routing table", f"epoch {queue.epoch}" if queue.epoch else "none yet"))
     for number, group in queue.groups.items():
         coming = "".join(f", {count} {word}" for word, count in group.coming.items())
-        seats = f"{group.seats} seat{'' if group.seats == 1 else 's'}"
-        rows.append((f"shard group {number}", f"{seats}{_named(group.workers)}{coming}"))
+        rows.append((f"shard group {number}", f"{counted(group.seats, 'seat')}{_named(group.workers)}{coming}"))
     yield from _columns(rows)
 
 

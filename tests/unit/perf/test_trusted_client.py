@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from testkit.answering import Asked, answering, reply
 
 from loadgen import open_loop
 from loadgen.open_loop import Figures, Load
+from loadgen.served import Served
 from perf.server import beside_vllm, trusted_client
 from perf.server.trusted_client import Run, difference, main, table
 
@@ -134,6 +137,23 @@ def test_both_servers_get_their_options(tmp_path: Path) -> None:
     options = beside_vllm.our_options(tmp_path, "--max-num-seqs 448")
     assert "--no-prefix-cache" in options
     assert options[-2:] == ["--max-num-seqs", "448"]
+
+
+def test_what_was_measured_before_a_server_failed_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(*_: object, server: str) -> Iterator[Run]:
+        figures = Figures(completed=1, failed=0, requests_s=2.0, output_tokens_s=1.0)
+        yield Run(server=server, client="loadgen", rate=None, round=1, figures=figures)
+        if server == "vllm":
+            raise trusted_client.ServerRefused("no more")
+
+    monkeypatch.setattr(beside_vllm, "server", lambda *_: nullcontext(Served(url="http://127.0.0.1:1", pid=1)))
+    monkeypatch.setattr(beside_vllm, "served_model", lambda *_: "m")
+    monkeypatch.setattr(beside_vllm, "measure", measure)
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).touch()
+    assert beside_vllm.main([str(tmp_path), "--vllm", sys.executable, "--out", str(tmp_path / "out")]) == 2
+    kept = json.loads((tmp_path / "out/beside_vllm.json").read_text())["runs"]
+    assert [run["server"] for run in kept] == ["expertmesh", "vllm"]
 
 
 @pytest.mark.parametrize("lacking", ["config.json", "tokenizer.json", "tokenizer_config.json"])
