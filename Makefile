@@ -13,6 +13,7 @@
 # make images, make images-cuda   build the chart's images, by docker or BUILD='buildah bud'; TAG=... names another version
 # make cluster-test   prove the chart on a real cluster (KUBE_TOOL: a program that runs one)
 # make cluster-dry    its part that needs no images: a real API server accepts what the chart renders; says so where none can run
+# make observe  Prometheus with the rules, and the dashboards, for the servers of this machine
 # make fleet  the control plane with 2,000 expert workers that compute nothing: times, CPU, Redis, series; 3 minutes
 # make fleet-nodes  the chart on 500 fake nodes of a cluster (KUBE_TOOL): objects, Helm's release, pods, KEDA
 # make demo-model   make the pocket model of examples/ again (a smoke run where there is no GPU)
@@ -30,6 +31,7 @@ CHAOS_OUT ?= .cache/chaos
 CHAOS_ARGS ?=
 ABUSE_OUT ?= .cache/abuse
 ABUSE_ARGS ?=
+OBSERVE_ARGS ?=
 FLEET_ARGS ?=
 KUBE_PLOTS ?= .cache/cluster
 BUILD ?= docker build
@@ -39,7 +41,7 @@ CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 BUILD_ARGS = $(if $(PIP_INDEX_URL),--build-arg PIP_INDEX_URL=$(PIP_INDEX_URL))
 IMAGE = $(BUILD) -f helm/images/Dockerfile $(BUILD_ARGS)
 
-.PHONY: env run test test-all gpu-test gpu1-test lint types imports check bench-cpu chaos leaks abuse abuse-soak abuse-crowds abuse-pauses fleet fleet-nodes demo-model dist chart manifests images images-cuda cluster-test cluster-dry \
+.PHONY: env run test test-all gpu-test gpu1-test lint types imports check bench-cpu observe chaos leaks abuse abuse-soak abuse-crowds abuse-pauses fleet fleet-nodes demo-model dist chart manifests images images-cuda cluster-test cluster-dry \
   kube-tool constraints locks clean
 
 env: $(STAMP)
@@ -94,6 +96,10 @@ check: lint types imports test
 
 bench-cpu: env
 	$(BIN)/python -m perf.cpu.bench_cpu
+
+# Needs `prometheus` on PATH (Debian's package); OBSERVE_ARGS='--port 9090': see --help.
+observe: env
+	$(BIN)/expertmesh observe $(OBSERVE_ARGS)
 
 # Needs root for cuts and delays; without it, kills alone. CHAOS_ARGS='--kills 20 --most-gap 0.4': kills of replicas only.
 chaos: env
