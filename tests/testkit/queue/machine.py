@@ -388,7 +388,7 @@ class World:
         self._calm = True
         await self.new_leader()
         await self.add_worker()
-        fewest, rounds = sys.maxsize, 0
+        least, rounds = sys.maxsize, 0
         while rounds < 200:  # without an end: hundreds of requests may wait, and a few end each round
             for do in (self.claim, self.assign, self.reap):
                 await self.whole(self.leader, do(self.leader))
@@ -402,7 +402,7 @@ class World:
             live += sum(len(gateway.sim.live) for gateway in self.gateways.values())
             if not live:
                 return
-            fewest, rounds = min(fewest, live), 0 if live < fewest else rounds + 1
+            least, rounds = min(least, live), 0 if live < least else rounds + 1
             await self.tick(1500)
         raise AssertionError(f"requests are stuck: {self.model.records}")
 
