@@ -90,7 +90,7 @@ types: env
 	$(BIN)/mypy
 
 imports: env
-	$(BIN)/lint-imports
+	$(BIN)/lint-imports --config importlinter.toml
 
 check: lint types imports test
 
