@@ -13,7 +13,7 @@ import httpx
 
 from services.config import GATEWAY
 from services.errors import ConfigError
-from services.metrics import UPSTREAM_UP
+from services.metrics import UPSTREAM_UP, UPSTREAM_UP_TEXT
 
 log = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ class Siblings:
             return own
         pages = await asyncio.gather(*(self._fetch(upstream) for upstream in self._upstreams))
         up = [
-            f"# HELP {UPSTREAM_UP} 1 if the metrics page of the process could be read, else 0.",
+            f"# HELP {UPSTREAM_UP} {UPSTREAM_UP_TEXT}",
             f"# TYPE {UPSTREAM_UP} gauge",
         ]
         merged = [(self._own, own)]
