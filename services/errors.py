@@ -6,6 +6,7 @@ A user's fault or a passing condition is raised as one of these, travels back al
     ExpertMeshError
     |-- StartupError            a role cannot start; the process exits with ``exit_code``
     |   |-- ConfigError         an option is unknown, malformed or contradicts another
+    |   |   |-- ProgramMissing  a program of others that a command runs is not on PATH
     |   |   `-- WorkerExtraMissing  torch, or what else the extra `worker` installs, is not there
     |   |-- CheckpointError     the model folder is incomplete, damaged or has tensors that do not belong to it
     |   |   `-- UnsupportedModel    the architecture or a feature of it is not implemented
@@ -15,6 +16,8 @@ A user's fault or a passing condition is raised as one of these, travels back al
     |-- UnreadableMessage       bytes from Redis that are no message of a kind and version that this release knows
     |-- StaleLeader             another scheduler was elected; this one changed nothing
     |-- StaleTable              the epoch of a routing table is not above those in use; nothing was published
+    |-- PrometheusUnavailable   it does not answer, or something else answers there
+    |-- QueryFailed             Prometheus refuses a query
     |-- KubernetesUnavailable   the API server does not answer, or refuses; its last answer grows stale
     |   |-- KubernetesForbidden the account may not look
     |   `-- WatchExpired        it no longer has the version from which to watch: list again
@@ -103,6 +106,10 @@ class ConfigError(StartupError):
     exit_code = 2
 
 
+class ProgramMissing(ConfigError):
+    code = "program_missing"
+
+
 class WorkerExtraMissing(ConfigError):
     """``package`` is not installed, one of those that attention and expert workers need."""
 
@@ -149,6 +156,14 @@ class StaleLeader(ExpertMeshError):
 
 class StaleTable(ExpertMeshError):
     code = "stale_table"
+
+
+class PrometheusUnavailable(ExpertMeshError):
+    code = "prometheus_unavailable"
+
+
+class QueryFailed(ExpertMeshError):
+    code = "query_failed"
 
 
 class KubernetesUnavailable(ExpertMeshError):

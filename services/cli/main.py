@@ -86,6 +86,12 @@ COMMANDS = {
     "status": Command(
         "show whether a deployment is up, and what is missing and why", _from("services.status.__main__")
     ),
+    "dashboards": Command(
+        "draw the dashboards that come along from a Prometheus, as HTML", _from("services.dashboards.__main__")
+    ),
+    "observe": Command(
+        "run Prometheus and the dashboards for the servers of this machine", _from("services.observe.__main__")
+    ),
     "plan": Command(
         "recommend a layout for a model and its GPUs, with the command that runs it", _from("services.planner.plan")
     ),
