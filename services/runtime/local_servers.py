@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -31,6 +32,13 @@ class LocalServer(msgspec.Struct, frozen=True, kw_only=True):
     redis_url: str | None = None
     redis_url_file: str | None = None
     api_keys_file: str | None = None
+    metrics_port: int = 0
+
+    @property
+    def metrics_address(self) -> str:
+        """HOST:PORT of its page of metrics."""
+        api = urlsplit(self.url)
+        return f"{api.netloc.rpartition(':')[0]}:{self.metrics_port}" if self.metrics_port else api.netloc
 
     @property
     def settings(self) -> dict[str, str | None]:
@@ -55,6 +63,7 @@ def announce(folder: RunFolder, settings: Settings, *, url: str, redis_url: str)
         redis_url=None if by_file else redis_url,
         redis_url_file=_absolute(settings.redis_url_file),
         api_keys_file=_absolute(settings.api_keys_file),
+        metrics_port=settings.metrics_port,
     )
     folder.keep(_RECORD, msgspec.json.encode(record).decode())
 
