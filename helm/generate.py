@@ -1,5 +1,5 @@
-"""Writes what follows from the chart's values, the server's settings and its roles: schema, README.md, users of Redis,
-dashboards.
+"""Writes what follows from the chart's values, the server's settings and its roles: schema, README.md, users of Redis;
+and the dashboards and alerts of helm/observability.
 
 `make chart` runs it; `--check` changes nothing and ends with 1 where something is out of date, as CI asks.
 """
@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from observability import dashboards
+from observability import dashboards, rules
+from observability.alerts import ALERTS
 from values_table import Value, documented, table
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -214,7 +215,9 @@ def results() -> dict[Path, str]:
         CHART / "files/renamed.yaml": renamed(),
         CHART / "values.schema.json": json.dumps(schema(values, text), indent=1, ensure_ascii=False) + "\n",
         CHART / "README.md": f"{head}{MARKS[0]}\n{table(values)}\n{MARKS[1]}{tail}",
-        **{CHART / "dashboards" / name: text for name, text in dashboards.texts().items()},
+        CHART / "templates/prometheusrule.yaml": rules.template(ALERTS),
+        CHART / "rules/expertmesh.rules.yaml": rules.plain(ALERTS, yaml.safe_load(text)["metrics"]["prometheusRule"]),
+        **{CHART / "dashboards" / name: board for name, board in dashboards.texts().items()},
     }
 
 

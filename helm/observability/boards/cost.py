@@ -16,7 +16,7 @@ _USED = 'state="used"'
 _WITH_GPU = " + ".join(
     f"(count ({series(name, _USED)}) or vector(0))" for name in ("gpu_memory_bytes", "experts_gpu_memory_bytes")
 )
-_WORKERS = 'role=~"attention|experts"'
+_WORKERS = 'role=~"(attention|experts).*"'
 GPUS = f"(({_WITH_GPU}) > 0 or count ({series('build_info', _WORKERS)}))"
 """GPUs in use: workers that report a GPU's memory; where none does, all workers, each counting as one."""
 _HOURS = f"sum_over_time({GPUS}[$__range:1m]) / 60"

@@ -149,13 +149,17 @@ _SLOW = Row(
                 act="runbook hot-shard: the highest line is the group to give replicas, or whose worker to look at.",
                 limits=Limits(amber=0.3, red=0.6),
             ),
-            Query(expr=most("shard_stall_ratio", "shard"), legend=_SHARD),
+            Query(
+                expr=f"{rate('shard_stall_seconds_total', 'shard')} / on () group_left () "
+                f"{rate('engine_busy_seconds_total')}",
+                legend=_SHARD,
+            ),
         ),
         lines(
             Says(
                 title="Busy, by shard group",
                 unit="percentunit",
-                shows="Share of time that the replicas of a shard group spend computing.",
+                shows="Share of time that the replicas of a shard group spend computing. Only with --autoscale.",
                 act="near 1 a group is at its capacity: it needs replicas. Low with much waiting for it: the network "
                 "or one slow worker, see beside it.",
                 limits=Limits(amber=0.8, red=0.95),
@@ -190,7 +194,8 @@ _SLOW = Row(
             Says(
                 title="Rows in flight and calls that queue, by replica",
                 unit="short",
-                shows="Rows accepted and not answered, and calls behind another call, per replica of each shard group.",
+                shows="Rows accepted and not answered, and calls behind another call, per replica of each shard "
+                "group. Only with --autoscale.",
                 act="calls that queue all the time are a group that needs replicas.",
             ),
             Query(expr=most("shard_rows_in_flight", "shard"), legend="rows, group {{shard}}"),

@@ -253,7 +253,10 @@ _PARTS = Row(
                 limits=Limits(amber=1, red=1, below=True),
                 span=24,
             ),
-            Query(expr='up{namespace=~"$namespace",job=~"$job"}', legend="{{pod}} {{instance}}"),
+            Query(
+                expr=f"up and on (job, instance) last_over_time({series('build_info')}[$__range])",
+                legend="{{pod}} {{instance}}",
+            ),
             Query(expr=series("metrics_upstream_up"), legend="{{pod}} {{role}} {{exported_instance}}"),
             names={"0": "away", "1": "up"},
         ),
