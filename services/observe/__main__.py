@@ -151,7 +151,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     configure_logging("observe", "info", "text")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     observer = Observer(
-        [named(text) for text in given.target], data=given.data, port=given.port, prometheus_port=given.prometheus_port
+        [named(text, given.release) for text in given.target],
+        data=given.data,
+        port=given.port,
+        prometheus_port=given.prometheus_port,
     )
     return run_process(observer.run, force=observer.kill)
 
@@ -169,6 +172,11 @@ def _parser() -> OptionParser:
         default=[],
         metavar="HOST:PORT",
         help="pages of metrics to scrape as well, such as those of servers elsewhere",
+    )
+    parser.add_argument(
+        "--release",
+        metavar="NAME",
+        help="name of the deployment of which the targets are roles (default: each is one)",
     )
     parser.add_argument(
         "--port", type=int, metavar="N", help=f"of the dashboards (default: {PORT}, or one that is free)"

@@ -33,8 +33,9 @@ class Target:
         return {"targets": [self.address], "labels": {key: value for key, value in labels.items() if value}}
 
 
-def named(text: str) -> Target:
-    """Return the target that a user names: HOST:PORT, or the address of a page.
+def named(text: str, release: str | None = None) -> Target:
+    """Return the target that a user names: HOST:PORT, or the address of a page. Without
+    ``release`` it is one by itself.
 
     Raises:
         ConfigError: it is neither.
@@ -47,7 +48,7 @@ def named(text: str) -> Target:
     if not read.hostname or port is None or read.scheme != "http":
         raise ConfigError(f"--target {text!r} is no HOST:PORT.", hint="Write it as in 127.0.0.1:8000.")
     path = read.path.rstrip("/").removesuffix("/v1")
-    return Target(address=read.netloc, release=read.netloc, path=path or "/metrics")
+    return Target(address=read.netloc, release=release or read.netloc, path=path or "/metrics")
 
 
 class Targets:
