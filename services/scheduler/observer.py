@@ -39,6 +39,8 @@ class Observer(PlacementEvents):
         self._replicas = replicas
         self._observed = Observed()
         metrics.imbalance.set(math.nan)
+        self.model: str | None = None
+        """Name of the model that workers serve; None while none is known."""
 
     def leads(self) -> None:
         self._metrics.leader.set(1)
@@ -129,6 +131,7 @@ class Observer(PlacementEvents):
         self._metrics.workers.set(len(workers))
         self._metrics.outstanding_tokens.clear()
         for worker in workers:
+            self.model = worker.info.model
             self._metrics.outstanding_tokens.labels(worker.info.id).set(worker.outstanding_tokens)
         self._show_waiting(await self._queue.waiting())
         if self._replicas is not None:
