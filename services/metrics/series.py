@@ -74,7 +74,7 @@ class _Admission:
 
     def admitted(self, value: object) -> str:
         text = str(value)
-        if text in self._values or text in self._seen:
+        if text == OTHER or text in self._values or text in self._seen:
             return text
         if len(self._seen) >= self._most:
             return OTHER
