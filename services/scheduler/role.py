@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from prometheus_client import CollectorRegistry
 
 from services.config import SCHEDULER, Settings
-from services.metrics import SchedulerMetrics
+from services.metrics import SchedulerMetrics, VllmNames, of_scheduler
 from services.placement import Hysteresis
 from services.queue.connect import check_access, connect
 from services.queue.keys import Keys
@@ -21,7 +21,7 @@ from services.queue.scheduler_side import SchedulerQueue
 from services.queue.script_keeper import ScriptKeeper
 from services.queue.seats import WHOLE_S, SeatRegistry
 from services.queue.tables import TableReader
-from services.runtime import MetricsServer, incarnation, run_role
+from services.runtime import MetricsServer, incarnation, run_role, show_build
 from services.runtime.tasks import end_tasks
 from services.scheduler.experts import ExpertPlacement
 from services.scheduler.kube import KubeReplicas, connecting
@@ -56,7 +56,7 @@ def _placement(
         reader,
         groups=groups,
         asked=asked,
-        on_table=observer.tabled,
+        events=observer,
         staying=watched.staying if watched else list,
         hysteresis=hysteresis,
     )
@@ -75,6 +75,7 @@ async def schedule(settings: Settings, stop: asyncio.Event) -> None:
     """Run a scheduler until ``stop``. It then resigns, so that a standby leads at once."""
     assert settings.redis_url is not None, "load_settings requires it of this role"
     registry = CollectorRegistry()
+    show_build(registry, SCHEDULER, settings.process)
     watched = _watched(settings)
     redis = connect(settings.redis_url)
     keys, limits = Keys(settings.namespace), QueueLimits.of(settings)
@@ -83,6 +84,8 @@ async def schedule(settings: Settings, stop: asyncio.Event) -> None:
     queue = SchedulerQueue(redis, keys, limits, quarantine=quarantine)
     seats = SeatRegistry(redis, keys, limits, quarantine=quarantine)
     observer = Observer(metrics, queue, watched)
+    if settings.metrics_vllm_names:
+        registry.register(VllmNames(of_scheduler(metrics), lambda: observer.model))
     loads = LoadReader(redis, keys, limits, quarantine=quarantine)
     sources = Sources(queue=queue, registry=seats, loads=loads, counts=watched)
     reader = TableReader(redis, keys, limits, quarantine=quarantine)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from observability.boards.board import Board, Row
 from observability.panels import Limits, Query, Says, lines, matrix, rows, states
-from observability.queries import WORKER, WORKER_LEGEND, most, rate, series, share
+from observability.queries import WORKER, WORKER_LEGEND, most, rate, series, share, total
 
 _SHARD = "shard group {{shard}}"
 
@@ -28,7 +28,7 @@ _HEAT = Row(
                 shows="Rows by second and replica of the busiest shard group, divided by the mean of all groups; 1 "
                 "is even.",
                 act="runbook hot-shard. Replicas follow the load by themselves; where they are at their most, raise "
-                "it or cut the experts anew.",
+                "it or cut the experts.",
                 limits=Limits(amber=1.5, red=2.5),
             ),
             Query(expr=most("shard_imbalance_ratio"), legend="busiest / mean"),
@@ -99,7 +99,7 @@ _REPLICAS = Row(
                 title="Replicas that came, left and died",
                 unit="none",
                 shows="Changes of seats in the last ten minutes, by shard group and kind.",
-                act="deaths: runbook worker-restarts. Joins and leaves are the autoscaler or a rollout.",
+                act="deaths: runbook restarts. Joins and leaves are the autoscaler or a rollout.",
                 limits=Limits(amber=3, red=10),
             ),
             Query(
@@ -113,7 +113,7 @@ _REPLICAS = Row(
                 unit="none",
                 shows="Epoch of the routing table, and completed changes of the shard groups' cut: each step is a "
                 "change.",
-                act="an epoch that climbs all the time is a worker that comes and goes.",
+                act="an epoch that grows all the time is a worker that comes and goes.",
             ),
             Query(expr=most("routing_table_epoch"), legend="epoch"),
             Query(expr=most("repartitions_total"), legend="cuts"),
@@ -195,11 +195,12 @@ _SLOW = Row(
                 title="Rows in flight and calls that queue, by replica",
                 unit="short",
                 shows="Rows accepted and not answered, and calls behind another call, per replica of each shard "
-                "group. Only with --autoscale.",
+                "group (only with --autoscale); and rows by expert worker.",
                 act="calls that queue all the time are a group that needs replicas.",
             ),
             Query(expr=most("shard_rows_in_flight", "shard"), legend="rows, group {{shard}}"),
             Query(expr=most("shard_waiting_calls", "shard"), legend="calls, group {{shard}}"),
+            Query(expr=total("experts_rows_in_flight", WORKER), legend="rows, " + WORKER_LEGEND),
         ),
         lines(
             Says(
@@ -212,6 +213,18 @@ _SLOW = Row(
                 expr=share(rate("experts_calls_total", WORKER), rate("experts_computations_total", WORKER)),
                 legend=WORKER_LEGEND,
             ),
+        ),
+        lines(
+            Says(
+                title="Calls, computations and joined steps",
+                unit="ops",
+                shows="Calls of attention workers, grouped kernel calls, and steps over shared memory that were "
+                "batched with another attention worker's.",
+                act="computations close to calls under load: see --joint-steps.",
+            ),
+            Query(expr=rate("experts_calls_total"), legend="calls"),
+            Query(expr=rate("experts_computations_total"), legend="computations"),
+            Query(expr=rate("experts_joined_steps_total"), legend="joined steps"),
         ),
         lines(
             Says(

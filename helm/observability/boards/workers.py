@@ -46,7 +46,7 @@ _DEVICES = Row(
                 title="Starts of processes",
                 unit="none",
                 shows="Starts within 15 minutes of each process of `serve` and of each worker of a machine.",
-                act="runbook worker-restarts: its log says why it ends.",
+                act="runbook restarts: its log says why it ends.",
                 limits=Limits(amber=2, red=3),
             ),
             Query(
@@ -190,7 +190,7 @@ _STEP = Row(
                 unit="percentunit",
                 shows="Share of steps that ran again since an expert worker was lost or late, and of those that "
                 "failed, by reason.",
-                act="runbook steps-repeated.",
+                act="runbook steps.",
                 limits=Limits(amber=0.001, red=0.01),
             ),
             Query(expr=share(rate("repeated_steps_total"), _STEPS), legend="again"),
@@ -221,6 +221,38 @@ _STEP = Row(
         ),
         lines(
             Says(
+                title="Graphs, and seats through shared memory",
+                unit="none",
+                shows="CUDA graphs that each worker has captured, and expert workers that it reaches through shared "
+                "memory.",
+                act="0 seats where experts are on the same host: is --fabric-shared set, and /dev/shm large enough?",
+            ),
+            Query(expr=total("step_graphs", WORKER), legend="graphs " + WORKER_LEGEND),
+            Query(expr=total("shared_seats", WORKER), legend="seats " + WORKER_LEGEND),
+        ),
+        lines(
+            Says(
+                title="Chunks of prompts",
+                unit="ops",
+                shows="Prefill chunks by second that did not complete their prompt.",
+                act="prompts longer than --max-num-batched-tokens, or many at a time: each chunk is a step more for "
+                "its prompt.",
+            ),
+            Query(expr=rate("prefill_chunks_total", WORKER), legend=WORKER_LEGEND),
+        ),
+        lines(
+            Says(
+                title="Messages and turns in lock-step",
+                unit="ops",
+                shows="Messages to other ranks (layout lockstep), within nodes and between them, and steps in "
+                "lock-step.",
+                act="messages by turn follow from the number of ranks and nodes; turns are those of the slowest rank.",
+            ),
+            Query(expr=rate("lockstep_messages_total", "scope"), legend="{{scope}}"),
+            Query(expr=rate("lockstep_turns_total"), legend="turns of all ranks"),
+        ),
+        lines(
+            Says(
                 title="Ranks in lock-step",
                 unit="Bps",
                 shows="Bytes by second sent to other ranks (layout lockstep), within nodes and between them.",
@@ -234,7 +266,6 @@ _STEP = Row(
                 unit="percentunit",
                 shows="Share of time with steps running, one row for each attention worker.",
                 act="a row that stays cold gets no requests; one that stays hot gets too many.",
-                span=24,
             ),
             Query(expr=rate("engine_busy_seconds_total", WORKER), legend=WORKER_LEGEND),
         ),
