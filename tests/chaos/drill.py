@@ -225,7 +225,8 @@ async def hold(night: Night, drill: Drill, pictures: Path | None) -> dict[str, A
                         night.say(f"  {name} is {state}")
             if drill.awaited and set(drill.awaited) <= set(firing):
                 break
-        ended_at = time.time()
+        lasted_s = time.time() - began
+    ended_at = time.time()
     night.say(f"{drill.name} is over")
     await _calm(night, drill.awaited)
     if pictures is not None:
@@ -234,7 +235,8 @@ async def hold(night: Night, drill: Drill, pictures: Path | None) -> dict[str, A
         "fault": drill.name,
         "what": " ".join((drill.fault.__doc__ or "").split()),
         "began": began,
-        "lasted_s": round(ended_at - began, 1),
+        "lasted_s": round(lasted_s, 1),
+        "whole_after_s": round(ended_at - began, 1),
         "quiet_after_s": round(time.time() - ended_at, 1),
         "pending_s": pending,
         "firing_s": firing,
