@@ -169,7 +169,7 @@ class Observer(PlacementEvents):
 
     def refused(self, request: GenerateRequest, why: str) -> None:
         """Log a request that ends because no worker can hold it."""
-        log.info("ended a request", extra={**about(request.id, request.attempt), "why": why})
+        log.info("ended a request", extra={**about(request.id, request.attempt, request.tenant), "why": why})
 
     def reaped(self, report: ReapReport) -> None:
         """Count what was taken back, and log what ended."""
@@ -185,4 +185,5 @@ def _log_assignment(choice: Choice, answer: Assignment) -> None:
     if log.isEnabledFor(level):
         said = "assigned" if answer else "not assigned: the worker has no credit left, or the request is gone"
         waited = {} if answer.queued_s is None else {"queue_ms": round(1000 * answer.queued_s)}
-        log.log(level, said, extra={**about(request.id, request.attempt), "worker": choice.worker_id, **waited})
+        about_it = about(request.id, request.attempt, request.tenant)
+        log.log(level, said, extra={**about_it, "worker": choice.worker_id, **waited})
