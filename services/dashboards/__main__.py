@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ConfigError: an option is wrong, or a file cannot be written.
         PrometheusUnavailable: no answer.
     """
-    given = _parser().parse_args(sys.argv[1:] if argv is None else argv)
+    given = _parser().parse_args(_joined(sys.argv[1:] if argv is None else argv))
     boards = shipped()
     if given.list:
         width = max(map(len, boards))
@@ -116,6 +116,17 @@ def _parser() -> OptionParser:
     parser.add_argument("--strict", action="store_true", help="exit with 1 if a panel has no data or a query failed")
     parser.add_argument("--list", action="store_true", help="list the dashboards and exit")
     return parser
+
+
+def _joined(words: Sequence[str]) -> list[str]:
+    """Return ``words`` with ``--from -1h`` as one of them: argparse takes -1h for an option."""
+    found: list[str] = []
+    for word in words:
+        if found and found[-1] in ("--from", "--to") and word[:1] == "-" and word[1:2].isdigit():
+            found[-1] += f"={word}"
+        else:
+            found.append(word)
+    return found
 
 
 def _look(given: Namespace, boards: Mapping[str, Dashboard]) -> Look:
