@@ -17,7 +17,7 @@ from services.runtime import run_role
 async def attend(settings: Settings, stop: asyncio.Event) -> None:
     """Run an attention worker until ``stop``; then drain."""
     service = LockstepService if settings.layout == "lockstep" else AttentionService
-    await run_role_service(settings, stop, partial(service, settings))
+    await run_role_service(ATTENTION, settings, stop, partial(service, settings))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

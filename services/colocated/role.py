@@ -78,7 +78,7 @@ async def colocate(settings: Settings, stop: asyncio.Event) -> None:
     """Run attention and experts until ``stop``; then drain."""
     settings = colocated(settings)
     load_kernels_early(os.environ)
-    await run_role_service(settings, stop, partial(ColocatedRole, settings))
+    await run_role_service(COLOCATED, settings, stop, partial(ColocatedRole, settings))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -147,7 +147,7 @@ def _info(settings: Settings, spec: ModelSpec, name: str, metrics_url: str) -> E
 
 async def host_experts(settings: Settings, stop: asyncio.Event) -> None:
     """Run an expert worker until ``stop``; then leave its seat."""
-    await run_role_service(settings, stop, partial(ExpertsRole, settings))
+    await run_role_service(EXPERTS, settings, stop, partial(ExpertsRole, settings))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

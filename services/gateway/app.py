@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Annotated, Any
 
 import msgspec
 from fastapi import FastAPI, Header, Request
 from fastapi.exceptions import RequestValidationError
 from msgspec.structs import asdict
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
@@ -39,7 +39,7 @@ from services.gateway.results import ResultFollower
 from services.gateway.schema import ChatBody, CompletionBody, DetokenizeBody, GenerationBody, TokenizeBody
 from services.gateway.stream import EventResponse, LongResponse, WholeResponse
 from services.gateway.tokenize import TokenizerRoutes
-from services.metrics import CONTENT_TYPE, GatewayMetrics
+from services.metrics import OPENMETRICS, TEXT, GatewayMetrics, PageFormat, format_for
 
 Key = Annotated[str | None, Header(alias="Idempotency-Key", description="Same key and body: the same answer.")]
 Authorization = Annotated[str | None, Header(include_in_schema=False)]
@@ -148,7 +148,8 @@ def _answer(
     )
     note.model, note.job, note.completion = model.name, job, rendered.id
     kind = EventResponse if body.stream else WholeResponse
-    return kind(job, rendered, parts.follower.abandon, parts.offload, parts.intake.holdings)
+    delivered = parts.metrics.delivery.observe
+    return kind(job, rendered, parts.follower.abandon, parts.offload, parts.intake.holdings, delivered)
 
 
 def _add_models(app: FastAPI, parts: Parts) -> None:
@@ -265,14 +266,17 @@ def _add_documents(app: FastAPI, parts: Parts) -> None:
 
 
 def _add_metrics(app: FastAPI, parts: Parts) -> None:
-    async def make() -> bytes:
-        return (await parts.siblings.page(generate_latest(parts.registry).decode())).encode()
+    async def make(form: PageFormat) -> bytes:
+        return (await parts.siblings.page(form.encode(parts.registry).decode(), form)).encode()
 
-    page = Recent(make, _PAGES_PER_S)  # anybody may ask
+    pages = {form: Recent(partial(make, form), _PAGES_PER_S) for form in (TEXT, OPENMETRICS)}  # anybody may ask
 
-    text: openapi.Responses = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
+    text: openapi.Responses = {
+        200: {"content": {form.media_type: {"schema": {"type": "string"}} for form in (TEXT, OPENMETRICS)}}
+    }
 
     @app.get("/metrics", responses=text | openapi.refusals(), response_class=Response)
-    async def metrics() -> Response:
-        """Returns the Prometheus series of this process and its siblings."""
-        return Response(await page.get(), headers={"content-type": CONTENT_TYPE})
+    async def metrics(request: Request) -> Response:
+        """Returns the Prometheus series of this process and its siblings, in OpenMetrics where that is accepted."""
+        form = format_for(request.headers.get("accept", ""))
+        return Response(await pages[form].get(), headers={"content-type": form.content_type})

@@ -1,5 +1,5 @@
-"""One /metrics page for a whole server. In: this process's series and its siblings'. Out: all with a ``role`` label,
-their own where they have one."""
+"""One /metrics page for a whole server. In: this process's series and its siblings', in one format. Out: all with a
+``role`` label, their own where they have one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import httpx
 
 from services.config import GATEWAY
 from services.errors import ConfigError
-from services.metrics import UPSTREAM_UP, UPSTREAM_UP_TEXT
+from services.metrics import TEXT, UPSTREAM_UP, UPSTREAM_UP_TEXT, PageFormat
 
 log = logging.getLogger(__name__)
 
@@ -31,14 +31,18 @@ class _Family:
 
 
 def _label(sample: str, labels: str) -> str:
-    """Returns ``sample`` with ``labels`` put before its own, unless it has a role of its own.
+    """Returns ``sample`` with ``labels`` put before its own; without the first, the role, if it has one of its own.
 
     >>> _label('up{a="b"} 1', 'role="x"')
     'up{role="x",a="b"} 1'
     >>> _label('wanted_replicas{role="experts"} 2', 'role="scheduler"')
     'wanted_replicas{role="experts"} 2'
+    >>> _label('build_info{role="attention"} 1', 'role="attention",instance="attention-1"')
+    'build_info{instance="attention-1",role="attention"} 1'
     """
     if _OWN_ROLE.search(sample):
+        labels = labels.partition(",")[2]
+    if not labels:
         return sample
     brace, space = sample.find("{"), sample.find(" ")
     if 0 <= brace < space or space < 0:
@@ -46,8 +50,8 @@ def _label(sample: str, labels: str) -> str:
     return f"{sample[:space]}{{{labels}}}{sample[space:]}"
 
 
-def merge(pages: Iterable[tuple[str, str]]) -> str:
-    """Merges (labels, page) pairs into one exposition. A metric's samples stay together, as the format demands."""
+def merge(pages: Iterable[tuple[str, str]], form: PageFormat = TEXT) -> str:
+    """Merges (labels, page) pairs in ``form`` into one. A metric's samples stay together, as the formats demand."""
     families: dict[str, _Family] = {}
     for labels, page in pages:
         family = _Family()
@@ -59,7 +63,7 @@ def merge(pages: Iterable[tuple[str, str]]) -> str:
             elif line and not line.startswith("#"):
                 family.samples.append(_label(line, labels))
     lines = (line for family in families.values() for line in (*family.comments.values(), *family.samples))
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines) + "\n" + form.end
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +103,12 @@ class Siblings:
     async def close(self) -> None:
         await self._client.aclose()
 
-    async def page(self, own: str) -> str:
-        """Returns ``own`` and the siblings' series in one exposition; ``own`` as it is where there are no siblings."""
+    async def page(self, own: str, form: PageFormat = TEXT) -> str:
+        """Returns ``own``, which is in ``form``, and the siblings' series on one page; ``own`` as it is where there are
+        no siblings."""
         if not self._upstreams:
             return own
-        pages = await asyncio.gather(*(self._fetch(upstream) for upstream in self._upstreams))
+        pages = await asyncio.gather(*(self._fetch(upstream, form) for upstream in self._upstreams))
         up = [
             f"# HELP {UPSTREAM_UP} {UPSTREAM_UP_TEXT}",
             f"# TYPE {UPSTREAM_UP} gauge",
@@ -112,13 +117,17 @@ class Siblings:
         for upstream, page in zip(self._upstreams, pages, strict=True):
             merged.append((upstream.labels, page or ""))
             merged.append((upstream.labels, "\n".join([*up, f"{UPSTREAM_UP} {int(page is not None)}"])))
-        return merge(merged)
+        return merge(merged, form)
 
-    async def _fetch(self, upstream: Upstream) -> str | None:
+    async def _fetch(self, upstream: Upstream, form: PageFormat) -> str | None:
+        """Returns the page in ``form``; None: the process does not answer, or not in this format."""
         try:
-            answer = await self._client.get(upstream.url, headers={"accept": "text/plain"})
+            answer = await self._client.get(upstream.url, headers={"accept": form.content_type})
             answer.raise_for_status()
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             log.debug("no metrics from %s: %s", upstream.url, error)
+            return None
+        if form is not TEXT and not answer.headers.get("content-type", "").startswith(form.media_type):
+            log.debug("metrics of %s are in another format", upstream.url)
             return None
         return answer.text

@@ -294,6 +294,7 @@ class Intake:
 
     async def _admit(self, job: Job, origin: Origin, caller: Caller) -> Job:
         await self._admission.admit(job, origin, caller.limits)
+        self._metrics.admission.observe(time.monotonic() - job.arrived)
         lengths = [len(choice.prompt) for choice in job.choices[:: job.n]]
         self._metrics.prompt_tokens.inc(sum(lengths))
         for length in lengths:

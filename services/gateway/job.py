@@ -110,6 +110,13 @@ class Choice:
         echo = self.echo.nbytes if self.echo and self.request.sampling.choice == 0 else 0
         return own + (self._scores.nbytes if self._scores else 0) + echo
 
+    @property
+    def per_token_s(self) -> float | None:
+        """Mean seconds per token after the first; None with fewer than two."""
+        if len(self.generated) < 2 or self.first_at is None or self.last_at is None:
+            return None
+        return (self.last_at - self.first_at) / (len(self.generated) - 1)
+
     def forget(self) -> None:
         """Drops an answer that no client will read to its end."""
         self._visible, self.echo = 0, None
@@ -264,6 +271,8 @@ class Job:
         self.keyed = False  # whether clients can return to it with an Idempotency-Key
         self.admitted = False  # before, it may be missing from the queue
         self.error: RequestError | None = None
+        self.exemplar: dict[str, str] | None = None  # names the request's trace, where it has one, to series
+        self.published_at: float | None = None  # monotonic seconds; of the oldest part that no reader has sent
         self.done = False
         self._readers: set[Reader] = set()
         self._when_done: list[Callable[[], None]] = []
@@ -351,6 +360,11 @@ class Job:
         for reader in self._readers:
             if reader.give_up is not None:
                 reader.give_up()
+
+    def note_published(self, at: float | None) -> None:
+        """Notes when new tokens were published, for readers that stream them."""
+        if self.published_at is None and any(not reader.at_end for reader in self._readers):
+            self.published_at = at
 
     def notify(self) -> None:
         for reader in self._readers:

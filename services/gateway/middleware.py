@@ -22,6 +22,7 @@ from services.errors import Forbidden, InternalError, Overloaded, RequestError, 
 from services.gateway.access import Note
 from services.gateway.auth import is_loopback
 from services.gateway.errors_http import error_response
+from services.gateway.objectives import Objectives
 from services.metrics import GatewayMetrics
 from services.request_ids import RequestIds
 from services.runtime import bind_request_id
@@ -29,6 +30,7 @@ from services.runtime import bind_request_id
 log = logging.getLogger(__name__)
 
 _QUIET = ("/health", "/ready", "/accepting", "/metrics")
+_GENERATION = ("/v1/completions", "/v1/chat/completions")
 _UNTIL_ANSWERED = "expertmesh.until_answered"
 _FULL_RETRY_S = 2.0
 
@@ -47,6 +49,7 @@ class RequestContext:
     def __init__(self, app: ASGIApp, metrics: GatewayMetrics, leaving: Callable[[], bool] = lambda: False) -> None:
         self._app = app
         self._metrics = metrics
+        self._objectives = Objectives(metrics)
         self._leaving = leaving
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -85,6 +88,8 @@ class RequestContext:
     def _record(self, scope: Scope, note: Note, status: int, seconds: float) -> None:
         route = getattr(scope.get("route"), "path", "other")
         self._metrics.http_requests.labels(route, str(status)).inc()
+        if route in _GENERATION and note.job is None:
+            self._objectives.refused(status)
         level = logging.DEBUG if scope["path"] in _QUIET else logging.INFO
         if log.isEnabledFor(level):
             log.log(level, "request", extra=note.fields(scope, status=status, seconds=seconds))

@@ -43,7 +43,8 @@ class ResultFollower:
     """Moves events from the queue to a :class:`JobTable` and acts on the results.
 
     ``up`` is False while Redis is away; ``workers`` are the workers that were live at the last look. A process of the
-    deployment may be silent for ``lease_s``, a gateway for ``own_lease_s``. ``on_beat`` is called with each heartbeat.
+    deployment may be silent for ``lease_s``, a gateway for ``own_lease_s``. ``redis_ms`` is Redis's time, if that
+    is known here. ``on_beat`` is called with each heartbeat.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class ResultFollower:
         request_timeout_s: float,
         fingerprint: str | None = None,
         clock: Callable[[], float] = time.monotonic,
+        redis_ms: Callable[[], float] | None = None,
         on_beat: Callable[[], None] = lambda: None,
     ) -> None:
         self.up = False
@@ -70,6 +72,7 @@ class ResultFollower:
         self._silence_s = request_timeout_s + 4 * lease_s
         self._fingerprint = fingerprint
         self._clock = clock
+        self._redis_ms = redis_ms
         self._last_id = FIRST_ID
         self._survey_due = clock()
         self._poked_at = clock()
@@ -137,13 +140,20 @@ class ResultFollower:
     async def _read(self, block_ms: int) -> None:
         """Reads once, delivers the events, and acts on them."""
         last_id, events = await self._queue.follow(self._last_id, block_ms)
+        published = self._published(last_id)
         until = time.monotonic() + _TURN_S
         for start in range(0, len(events), _DELIVERED_AT_ONCE):
             if time.monotonic() > until:
                 await asyncio.sleep(0)
                 until = time.monotonic() + _TURN_S
-            self._act(self._table.deliver(events[start : start + _DELIVERED_AT_ONCE]))
+            self._act(self._table.deliver(events[start : start + _DELIVERED_AT_ONCE], published))
         self._last_id = last_id
+
+    def _published(self, entry_id: str) -> float | None:
+        """Returns when the entry was published, by this process's clock; its id has the time by Redis's."""
+        if self._redis_ms is None or entry_id == FIRST_ID:
+            return None
+        return self._clock() - max(0.0, self._redis_ms() - int(entry_id.partition("-")[0])) / 1000
 
     async def _beat(self) -> None:
         """Sends a heartbeat, looks at the workers, expires jobs and keeps streams alive, every quarter of a lease."""

@@ -47,18 +47,20 @@ from services.metrics import GatewayMetrics
 from services.model.hub import with_checkpoint
 from services.model.load_spec import load_spec
 from services.model.spec import ModelSpec
+from services.queue.clock import RedisClock
 from services.queue.connect import check_server, command, connect
 from services.queue.gateway_side import GatewayQueue
 from services.queue.keys import Keys
 from services.queue.limits import QueueLimits
 from services.queue.loads import LoadNotes
 from services.queue.quarantine import Quarantine
-from services.runtime import incarnation, run_role
+from services.runtime import incarnation, run_role, show_build
 from services.runtime.tasks import end_tasks
 
 log = logging.getLogger(__name__)
 
 _OF_METRICS = Bounds(connections=16, spare=0, body_bytes=0)
+_CLOCK_EVERY_S = 5.0
 _SWITCH_S = 0.001
 """How long a thread keeps the interpreter's lock while the event loop waits for it. Python's default is five times as
 long, and the loop waits each time that it has polled for events."""
@@ -110,6 +112,7 @@ class Gateway:
     notes: LoadNotes
     heartbeat: HeartbeatThread
     bounds: Bounds
+    clock: RedisClock
 
 
 async def _beating(settings: Settings, name: str, keep: Callable[[Beat], Coroutine[Any, Any, None]]) -> None:
@@ -132,11 +135,13 @@ async def assemble(settings: Settings, redis: Redis) -> AsyncIterator[Gateway]:
     registry = CollectorRegistry()
     for collector in (ProcessCollector, PlatformCollector, GCCollector):
         collector(registry=registry)
+    show_build(registry, GATEWAY, settings.process)
     metrics, keys = GatewayMetrics(registry), Keys(settings.namespace)
     name = incarnation()
     quarantine = Quarantine.of(redis, settings, GATEWAY, metrics.unreadable)
     limits = QueueLimits.of(settings)
     queue = GatewayQueue(redis, keys, name, limits, quarantine=quarantine)
+    clock = RedisClock(redis)
     heartbeat = HeartbeatThread(partial(_beating, settings, name), lease_s=settings.gateway_lease)
     latencies = LatencyTargets(metrics, ttft_s=settings.target_ttft, tpot_s=settings.target_tpot)
     offload = Offload(metrics)
@@ -151,6 +156,7 @@ async def assemble(settings: Settings, redis: Redis) -> AsyncIterator[Gateway]:
         own_lease_s=settings.gateway_lease,
         request_timeout_s=settings.request_timeout,
         fingerprint=spec.fingerprint,
+        redis_ms=clock.now_ms,
         on_beat=heartbeat.tick,
     )
     prompts = PromptReader(model, lambda: follower.workers, offload)
@@ -200,7 +206,14 @@ async def assemble(settings: Settings, redis: Redis) -> AsyncIterator[Gateway]:
     try:
         notes = LoadNotes(redis, keys, member_id=name, lease_s=settings.lease, read=latencies.load)
         yield Gateway(
-            queue=queue, table=table, follower=follower, parts=parts, notes=notes, heartbeat=heartbeat, bounds=bounds
+            queue=queue,
+            table=table,
+            follower=follower,
+            parts=parts,
+            notes=notes,
+            heartbeat=heartbeat,
+            bounds=bounds,
+            clock=clock,
         )
     finally:
         offload.close()
@@ -258,7 +271,7 @@ async def _greet(gateway: Gateway, redis: Redis) -> None:
 
 async def _serve(settings: Settings, gateway: Gateway, server: HttpServer, stop: asyncio.Event) -> None:
     async with asyncio.TaskGroup() as group:
-        work = (gateway.follower.run(), gateway.notes.run(), give_back_memory())
+        work = (gateway.follower.run(), gateway.notes.run(), give_back_memory(), _keep_time(gateway.clock))
         background = [group.create_task(part) for part in work]
         serving = group.create_task(server.run())
         log.info("listening on %s port %d", settings.host, settings.port)
@@ -277,6 +290,14 @@ async def _serve(settings: Settings, gateway: Gateway, server: HttpServer, stop:
             await serving
         finally:
             await end_tasks(background)
+
+
+async def _keep_time(clock: RedisClock) -> None:
+    """Follows Redis's clock, by which the age of tokens is measured."""
+    while True:
+        with contextlib.suppress(QueueUnavailable):
+            await clock.sync()
+        await asyncio.sleep(_CLOCK_EVERY_S)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

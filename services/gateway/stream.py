@@ -7,6 +7,7 @@ bounded, because an answer takes memory for as long as its client reads.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -112,8 +113,18 @@ async def _client_of(
 class _JobResponse(Response):
     """Base of both responses to a job."""
 
-    def __init__(self, job: Job, form: Format, abandon: Abandon, offload: Offload, holdings: Holdings) -> None:
+    def __init__(
+        self,
+        job: Job,
+        form: Format,
+        abandon: Abandon,
+        offload: Offload,
+        holdings: Holdings,
+        on_delivery: Callable[[float], None] = lambda _: None,
+    ) -> None:
+        """``on_delivery`` gets the seconds from the publication of tokens until they were written to the client."""
         super().__init__()
+        self._on_delivery = on_delivery
         self._job = job
         self._format = form
         self._abandon = abandon
@@ -183,8 +194,11 @@ class EventResponse(_JobResponse):
             events = await self._encoded(cursor.take) if cursor.heavy else cursor.take()
             events = events or (_COMMENT if client.reader.poked and not done else b"")
             client.reader.poked = False
+            published, job.published_at = job.published_at, None
             if client.gone or (events and not await client.send(events)):
                 return False
+            if published is not None and events:
+                self._on_delivery(time.monotonic() - published)
             if len(events) >= TAKE_BYTES:
                 await asyncio.sleep(0)  # lets other tasks run: a fast reader never makes this one wait
             elif done:

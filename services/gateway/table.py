@@ -85,8 +85,9 @@ class JobTable:
             if job.admitted and choice.finish is None:
                 yield job, choice
 
-    def deliver(self, events: Iterable[Result]) -> Followups:
-        """Takes ``events`` in their order and wakes the readers of their jobs."""
+    def deliver(self, events: Iterable[Result], published: float | None = None) -> Followups:
+        """Takes ``events`` in their order and wakes the readers of their jobs. ``published`` is when they were
+        published, by this table's clock, if that is known."""
         todo, tokens = Followups(), 0
         touched: dict[str, tuple[Job, Choice, int]] = {}  # by request, with the former size of the choice
         now = self._clock()
@@ -107,6 +108,7 @@ class JobTable:
         for job, choice, size in touched.values():
             self.holdings.grow(job, choice.nbytes - size)
         for job in {id(job): job for job, _, _ in touched.values()}.values():
+            job.note_published(published)
             if not job.done:
                 self._update(job, todo)
         todo.cancel.update(self.make_room())
@@ -201,7 +203,7 @@ class JobTable:
     def _time_token(self, job: Job, choice: Choice, now: float) -> None:
         if choice.last_at is None:
             choice.first_at = now
-            self._metrics.ttft.observe(now - job.arrived)
+            self._metrics.ttft.observe(now - job.arrived, job.exemplar)
             self._latencies.first_token(now - job.arrived)
         else:
             self._metrics.inter_token.observe(now - choice.last_at)
@@ -211,16 +213,18 @@ class JobTable:
         metrics, count = self._metrics, len(choice.generated)
         metrics.requests.labels(choice.finish).inc()
         self._latencies.ended()
+        ttft_s = None if choice.first_at is None else choice.first_at - job.arrived
+        if choice.finish != "cancelled":
+            self._latencies.judge(choice.error, ttft_s=ttft_s, tpot_s=choice.per_token_s)
         if choice.error is not None:
             if choice.finish == "error":
                 metrics.errors.labels(choice.error.code).inc()
             return
-        metrics.e2e.observe(self._clock() - job.arrived)
+        metrics.e2e.observe(self._clock() - job.arrived, job.exemplar)
         metrics.output_len.observe(count)
-        if count > 1 and choice.first_at is not None and choice.last_at is not None:
-            per_token_s = (choice.last_at - choice.first_at) / (count - 1)
-            metrics.tpot.observe(per_token_s)
-            self._latencies.per_token(per_token_s)
+        if choice.per_token_s is not None:
+            metrics.tpot.observe(choice.per_token_s)
+            self._latencies.per_token(choice.per_token_s)
 
 
 def _answer_unknown(event: Result, todo: Followups) -> None:

@@ -7,6 +7,8 @@ import time
 
 from prometheus_client import Histogram
 
+from services.errors import RequestError
+from services.gateway.objectives import Objectives
 from services.messages import LATENCY_BUCKETS, GatewayLoad, LatencyCounts, latency_bucket
 from services.metrics import GatewayMetrics
 from services.wire import WIRE
@@ -19,6 +21,7 @@ class LatencyTargets:
     def __init__(self, metrics: GatewayMetrics, *, ttft_s: float, tpot_s: float) -> None:
         self._histograms = {"ttft": metrics.ttft, "tpot": metrics.tpot, "itl": metrics.inter_token}
         self._ttft_s, self._tpot_s = ttft_s, tpot_s
+        self._objectives = Objectives(metrics)
         self._ttft, self._tpot = ([0] * LATENCY_BUCKETS for _ in range(2))
         self._came = self._ended = 0
         self._began = time.monotonic()
@@ -37,6 +40,16 @@ class LatencyTargets:
     def per_token(self, seconds: float) -> None:
         """Counts the mean gap between the tokens of a request that ended."""
         self._tpot[latency_bucket(seconds, self._tpot_s)] += 1
+
+    def judge(self, error: RequestError | None, *, ttft_s: float | None, tpot_s: float | None) -> None:
+        """Counts whether a sequence that ended by itself, or with ``error``, met the objectives; a latency that is None
+        was not measured."""
+        measured = {"ttft": (ttft_s, self._ttft_s), "tpot": (tpot_s, self._tpot_s)}
+        latencies = {name: took <= target for name, (took, target) in measured.items() if took is not None}
+        if error is None:
+            self._objectives.served(latencies)
+        else:
+            self._objectives.failed(error, latencies)
 
     def load(self) -> GatewayLoad:
         return GatewayLoad(

@@ -7,17 +7,19 @@ busiest and per shard). docs/metrics.md lists them all, as :func:`catalogue` doe
 
 from services.metrics.attention import WorkerMetrics
 from services.metrics.catalogue import catalogue
-from services.metrics.common import ALL_LAYERS, CONTENT_TYPE, TOP_EXPERTS, TOP_TENANTS
+from services.metrics.common import ALL_LAYERS, TOP_EXPERTS, TOP_TENANTS
 from services.metrics.experts import ExpertMetrics
 from services.metrics.gateway import GatewayMetrics
+from services.metrics.pages import OPENMETRICS, TEXT, PageFormat, format_for
 from services.metrics.process import UPSTREAM_UP, UPSTREAM_UP_TEXT, BuildMetrics, MachineMetrics, ServerMetrics
 from services.metrics.scheduler import SchedulerMetrics
 from services.metrics.series import OTHER, Definition
 
 __all__ = [
     "ALL_LAYERS",
-    "CONTENT_TYPE",
+    "OPENMETRICS",
     "OTHER",
+    "TEXT",
     "TOP_EXPERTS",
     "TOP_TENANTS",
     "UPSTREAM_UP",
@@ -27,8 +29,10 @@ __all__ = [
     "ExpertMetrics",
     "GatewayMetrics",
     "MachineMetrics",
+    "PageFormat",
     "SchedulerMetrics",
     "ServerMetrics",
     "WorkerMetrics",
     "catalogue",
+    "format_for",
 ]

@@ -21,8 +21,6 @@ TOKEN_COUNT_BUCKETS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 1638
 GPU_MEMORY = "Memory of this worker's GPU, by all processes on it: used, free."
 ON_GPU = "with a GPU"
 REFUSED_PEERS = "Connections between workers refused or closed because of the peer, by reason."
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-"""Content type of a page in the text format."""
 TOP_EXPERTS = 4
 """How many of a layer's busiest experts have a series of their own."""
 TOP_TENANTS = 10

@@ -10,9 +10,9 @@ from typing import Protocol
 from prometheus_client import CollectorRegistry
 from redis.asyncio import Redis
 
-from services.config import Settings
+from services.config import Role, Settings
 from services.queue.connect import check_access, connect
-from services.runtime import MetricsServer, scrape_url
+from services.runtime import MetricsServer, scrape_url, show_build
 
 log = logging.getLogger(__name__)
 
@@ -28,9 +28,9 @@ class RoleService(Protocol):
 
 
 async def run_role_service(
-    settings: Settings, stop: asyncio.Event, make: Callable[[Redis, CollectorRegistry], RoleService]
+    role: Role, settings: Settings, stop: asyncio.Event, make: Callable[[Redis, CollectorRegistry], RoleService]
 ) -> None:
-    """Runs the service that ``make`` returns, serves its registry on the metrics page, and closes both.
+    """Runs the service of ``role`` that ``make`` returns, serves its registry on the metrics page, and closes both.
 
     Raises:
         ConfigError: Redis is too old, or refuses the credentials.
@@ -38,6 +38,7 @@ async def run_role_service(
     """
     assert settings.redis_url is not None, "load_settings requires it of such a role"
     redis, registry = connect(settings.redis_url), CollectorRegistry()
+    show_build(registry, role, settings.process)
     try:
         service = make(redis, registry)
         server = MetricsServer(registry, host=settings.host, port=settings.metrics_port, missing=service.missing)

@@ -7,10 +7,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.exposition import choose_encoder, generate_latest
 
 from services.errors import PortInUse
-from services.metrics import CONTENT_TYPE
+from services.metrics import PageFormat, format_for
 
 _REQUEST_TIMEOUT_S = 10.0
 _MAX_HEAD_BYTES = 16_384
@@ -21,7 +20,7 @@ _TEXT = "text/plain; charset=utf-8"
 
 class MetricsServer:
     """Serves ``registry``. While ``missing`` names anything that the role waits for, /ready answers 503. ``joined``
-    adds series of other processes to a page in the text format."""
+    adds series of other processes to a page in a format."""
 
     def __init__(
         self,
@@ -30,7 +29,7 @@ class MetricsServer:
         host: str = "127.0.0.1",
         port: int = 0,
         missing: Callable[[], Sequence[str]] = tuple,
-        joined: Callable[[str], Awaitable[str]] | None = None,
+        joined: Callable[[str, PageFormat], Awaitable[str]] | None = None,
     ) -> None:
         self._registry = registry
         self._host = host
@@ -84,12 +83,11 @@ class MetricsServer:
         return await self._page(target.partition("?")[0], _header(fields, "accept"))
 
     async def _page(self, path: str, accept: str) -> _Answer:
-        if path == "/metrics" and self._joined is not None:
-            own = generate_latest(self._registry).decode()
-            return 200, CONTENT_TYPE, (await self._joined(own)).encode()
         if path == "/metrics":
-            encode, kind = choose_encoder(accept)
-            return 200, kind, encode(self._registry)
+            form = format_for(accept)
+            own = form.encode(self._registry)
+            page = own if self._joined is None else (await self._joined(own.decode(), form)).encode()
+            return 200, form.content_type, page
         if path == "/health":
             return 200, _TEXT, b"ok\n"
         if path == "/ready":

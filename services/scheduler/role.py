@@ -21,7 +21,7 @@ from services.queue.scheduler_side import SchedulerQueue
 from services.queue.script_keeper import ScriptKeeper
 from services.queue.seats import WHOLE_S, SeatRegistry
 from services.queue.tables import TableReader
-from services.runtime import MetricsServer, incarnation, run_role
+from services.runtime import MetricsServer, incarnation, run_role, show_build
 from services.runtime.tasks import end_tasks
 from services.scheduler.experts import ExpertPlacement
 from services.scheduler.kube import KubeReplicas, connecting
@@ -75,6 +75,7 @@ async def schedule(settings: Settings, stop: asyncio.Event) -> None:
     """Run a scheduler until ``stop``. It then resigns, so that a standby leads at once."""
     assert settings.redis_url is not None, "load_settings requires it of this role"
     registry = CollectorRegistry()
+    show_build(registry, SCHEDULER, settings.process)
     watched = _watched(settings)
     redis = connect(settings.redis_url)
     keys, limits = Keys(settings.namespace), QueueLimits.of(settings)

@@ -1,6 +1,7 @@
 """Brings up Redis, gateway, scheduler and workers as one process tree, and takes it down in order.
 
-Out to the children: a configuration file each, and SIGTERM. Back: exit codes, and the gateway's /ready.
+Out to the children: a configuration file each, and SIGTERM. Back: exit codes, and the gateway's /ready. How often each
+was started is on a page of metrics that the gateway merges into its own.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ from dataclasses import replace
 from functools import partial
 
 import httpx
+from prometheus_client import CollectorRegistry, disable_created_metrics
 
 from services.config import ATTENTION, COLOCATED, EXPERTS, GATEWAY, Role, Settings, require
 from services.errors import ConfigError, StartupError
 from services.gateway.auth import keys_required
+from services.metrics import ServerMetrics
 from services.model.hub import with_checkpoint
-from services.runtime import configure_logging, run_process
+from services.runtime import MetricsServer, configure_logging, run_process, show_build
 from services.runtime.local_servers import announce
 from services.runtime.run_folder import RunFolder
 from services.supervisor.child import Outlook, RedisProcess
@@ -35,7 +38,7 @@ from services.supervisor.roster import COMPUTING, computing, device_of
 
 _READY_POLL_S = 0.1
 _READY_NOTE_S = 15.0
-_REDIS = "redis"
+_REDIS, _SERVE = "redis", "serve"
 _LOOPBACK = "127.0.0.1"
 
 OnReady = Callable[[str, str | None], Awaitable[None]]
@@ -45,7 +48,8 @@ log = logging.getLogger(__name__)
 def serve(settings: Settings, *, on_ready: OnReady | None = None) -> int:
     """Serve until Ctrl-C or SIGTERM; return the exit code. ``on_ready`` gets the base URL as soon as it answers, and
     the API key that clients need, if it is of the settings or was made."""
-    configure_logging("serve", settings.log_level, settings.log_format)
+    configure_logging(_SERVE, settings.log_level, settings.log_format)
+    disable_created_metrics()  # type: ignore[no-untyped-call]  # as in every role
     try:
         settings = _with_checkpoint(settings)
     except StartupError as error:
@@ -83,6 +87,10 @@ class Supervisor:
         self._preview: Preview | None = None
         self._children = Children(commands, new_policy=new_policy, stop_margin_s=stop_margin_s)
         self._notices: Notices | None = None
+        registry = CollectorRegistry()
+        show_build(registry, _SERVE)
+        self._starts = ServerMetrics(registry).starts
+        self._page = MetricsServer(registry)
 
     async def run(self, stop: asyncio.Event) -> int:
         """Start everything, wait for ``stop`` or for a child that cannot be kept alive, stop everything.
@@ -100,6 +108,7 @@ class Supervisor:
                 if stop.is_set():
                     print("stopping when open requests have ended; a second Ctrl-C stops at once", flush=True)
             finally:
+                await self._page.close()
                 if self._notices is not None:
                     await self._notices.aclose()
                 await self._children.stop(self._settings)
@@ -129,7 +138,8 @@ class Supervisor:
         common |= {"api_key": None}  # others have no use for it
         inner = {name: role for name, role in self._processes().items() if role != GATEWAY}
         metrics = dict(zip(inner, held_ports(_LOOPBACK, len(inner), ports), strict=True))
-        upstreams = [f"{name}=http://{_LOOPBACK}:{metrics_port}/metrics" for name, metrics_port in metrics.items()]
+        upstreams = [f"{_SERVE}=http://{_LOOPBACK}:{await self._page.start()}/metrics"]
+        upstreams += [f"{name}=http://{_LOOPBACK}:{metrics_port}/metrics" for name, metrics_port in metrics.items()]
         workers = [name for name, role in inner.items() if role in COMPUTING]
         for name, role in self._processes().items():
             if role == GATEWAY:
@@ -138,7 +148,7 @@ class Supervisor:
             else:
                 changes = common | {"host": _LOOPBACK, "metrics_port": metrics[name]}
             changes = changes | {"process": name}
-            outlook = Outlook(spared=partial(self._spared, name, role))
+            outlook = Outlook(spared=partial(self._spared, name, role), on_start=self._starts.labels(name).inc)
             if role in COMPUTING:
                 changes = changes | {"device": device_of(self._settings, workers.index(name))}
                 outlook = replace(outlook, on_end=partial(self._notices.ended, name=name, metrics_port=metrics[name]))
@@ -197,7 +207,7 @@ class Supervisor:
 
     async def _start_redis(self, folder: RunFolder) -> str:
         redis = RedisProcess(folder.path / "redis")
-        await self._children.start(_REDIS, redis)
+        await self._children.start(_REDIS, redis, outlook=Outlook(on_start=self._starts.labels(_REDIS).inc))
         log.info("private Redis at %s", redis.url)
         return redis.url
 

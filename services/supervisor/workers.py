@@ -21,7 +21,7 @@ from services.errors import StartupError
 from services.gateway.exposition import Siblings, parse_upstreams
 from services.metrics import MachineMetrics
 from services.model.hub import with_checkpoint
-from services.runtime import MetricsServer, configure_logging, run_process
+from services.runtime import MetricsServer, configure_logging, run_process, show_build
 from services.runtime.run_folder import RunFolder
 from services.supervisor.child import Outlook
 from services.supervisor.children import COMMANDS, Children
@@ -67,6 +67,7 @@ class Workers:
         self._preflight = check
         self._stuck_s = stuck_s
         self._registry = CollectorRegistry()
+        show_build(self._registry, WORKERS)
         self._starts = MachineMetrics(self._registry).starts
         self._children = Children(commands, new_policy=new_policy, stop_margin_s=stop_margin_s)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from observability.boards.board import Board, Row
 from observability.panels import Limits, Query, Says, lines, matrix, rows, states
-from observability.queries import WORKER, WORKER_LEGEND, most, rate, series, share
+from observability.queries import WORKER, WORKER_LEGEND, most, rate, series, share, total
 
 _SHARD = "shard group {{shard}}"
 
@@ -195,11 +195,12 @@ _SLOW = Row(
                 title="Rows in flight and calls that queue, by replica",
                 unit="short",
                 shows="Rows accepted and not answered, and calls behind another call, per replica of each shard "
-                "group. Only with --autoscale.",
+                "group (only with --autoscale); and rows by expert worker.",
                 act="calls that queue all the time are a group that needs replicas.",
             ),
             Query(expr=most("shard_rows_in_flight", "shard"), legend="rows, group {{shard}}"),
             Query(expr=most("shard_waiting_calls", "shard"), legend="calls, group {{shard}}"),
+            Query(expr=total("experts_rows_in_flight", WORKER), legend="rows, " + WORKER_LEGEND),
         ),
         lines(
             Says(
@@ -212,6 +213,18 @@ _SLOW = Row(
                 expr=share(rate("experts_calls_total", WORKER), rate("experts_computations_total", WORKER)),
                 legend=WORKER_LEGEND,
             ),
+        ),
+        lines(
+            Says(
+                title="Calls, computations and joined steps",
+                unit="ops",
+                shows="Calls of attention workers, grouped kernel calls, and steps over shared memory that were "
+                "batched with another attention worker's.",
+                act="computations close to calls under load: see --joint-steps.",
+            ),
+            Query(expr=rate("experts_calls_total"), legend="calls"),
+            Query(expr=rate("experts_computations_total"), legend="computations"),
+            Query(expr=rate("experts_joined_steps_total"), legend="joined steps"),
         ),
         lines(
             Says(

@@ -176,6 +176,7 @@ _FAULTS = Row(
             ),
             Query(expr=rate("lost_attempts_total", "reason"), legend="lost: {{reason}}"),
             Query(expr=rate("given_up_attempts_total"), legend="given up"),
+            Query(expr=rate("stale_results_total"), legend="results of a former attempt"),
             Query(expr=rate("repeated_steps_total"), legend="steps again"),
             Query(expr=rate("preemptions_total"), legend="preempted"),
         ),

@@ -194,10 +194,12 @@ _GATEWAYS = Row(
             Says(
                 title="Requests that wait for a turn",
                 unit="none",
-                shows="Requests received and not started, in rotation among tenants, and CPU-heavy tasks that wait.",
+                shows="Requests received and not started, in rotation among tenants; POST requests in flight; "
+                "CPU-heavy tasks that wait.",
                 act="a burst; if it stays, add gateways.",
             ),
             Query(expr=total("gateway_turns_waiting"), legend="turns"),
+            Query(expr=total("gateway_posts_in_flight"), legend="in flight"),
             Query(expr=total("gateway_offload_waiting", "lane"), legend="tasks, {{lane}}"),
         ),
         lines(

@@ -221,6 +221,38 @@ _STEP = Row(
         ),
         lines(
             Says(
+                title="Graphs, and seats through shared memory",
+                unit="none",
+                shows="CUDA graphs that each worker has captured, and expert workers that it reaches through shared "
+                "memory.",
+                act="0 seats where experts are on the same host: is --fabric-shared set, and /dev/shm large enough?",
+            ),
+            Query(expr=total("step_graphs", WORKER), legend="graphs " + WORKER_LEGEND),
+            Query(expr=total("shared_seats", WORKER), legend="seats " + WORKER_LEGEND),
+        ),
+        lines(
+            Says(
+                title="Chunks of prompts",
+                unit="ops",
+                shows="Prefill chunks by second that did not complete their prompt.",
+                act="prompts longer than --max-num-batched-tokens, or many at a time: each chunk is a step more for "
+                "its prompt.",
+            ),
+            Query(expr=rate("prefill_chunks_total", WORKER), legend=WORKER_LEGEND),
+        ),
+        lines(
+            Says(
+                title="Messages and turns in lock-step",
+                unit="ops",
+                shows="Messages to other ranks (layout lockstep), within nodes and between them, and steps in "
+                "lock-step.",
+                act="messages by turn follow from the number of ranks and nodes; turns are those of the slowest rank.",
+            ),
+            Query(expr=rate("lockstep_messages_total", "scope"), legend="{{scope}}"),
+            Query(expr=rate("lockstep_turns_total"), legend="turns of all ranks"),
+        ),
+        lines(
+            Says(
                 title="Ranks in lock-step",
                 unit="Bps",
                 shows="Bytes by second sent to other ranks (layout lockstep), within nodes and between them.",

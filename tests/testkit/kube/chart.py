@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -41,6 +42,13 @@ def chart_words(profile: str, *settings: str, chart: Path = CHART) -> list[str]:
     """Words for helm: a chart with the values of a profile and further ``settings``."""
     words = (word for setting in settings for word in ("--set", setting))
     return [str(chart), "--values", str(chart / f"values-{profile}.yaml"), *words]
+
+
+def rendered(*settings: str, release: str = NAME, namespace: str = "there") -> list[dict[str, Any]]:
+    """The objects that the chart makes of ``settings``, for tests outside of the chart's own."""
+    command = [helm_program(), "template", release, *chart_words("dev", *settings), "--namespace", namespace]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    return [each for each in yaml.safe_load_all(done.stdout) if each]
 
 
 def pods(objects: Objects) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -22,7 +22,7 @@ async def test_the_layout_chooses_the_service(
 ) -> None:
     made: list[object] = []
 
-    async def run(_settings: Settings, _stop: asyncio.Event, make: partial[AttentionService]) -> None:
+    async def run(_role: str, _settings: Settings, _stop: asyncio.Event, make: partial[AttentionService]) -> None:
         made.append(make.func)
 
     monkeypatch.setattr(role, "run_role_service", run)

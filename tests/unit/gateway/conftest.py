@@ -260,13 +260,21 @@ async def _running(
     request_timeout_s: float = 60.0,
     lease_s: float = 6.0,
     max_len: int = 256,
+    redis_ms: Callable[[], float] | None = None,
+    ttft_s: float = 2.0,
 ) -> AsyncIterator[Harness]:
     registry = CollectorRegistry()
     metrics, queue = GatewayMetrics(registry), queue or ScriptedQueue()
     offload, holdings = Offload(metrics), Holdings(answer_bytes)
-    table = JobTable(metrics, LatencyTargets(metrics, ttft_s=2.0, tpot_s=0.1), holdings)
+    table = JobTable(metrics, LatencyTargets(metrics, ttft_s=ttft_s, tpot_s=0.1), holdings)
     follower = ResultFollower(
-        queue, table, metrics, lease_s=lease_s, own_lease_s=60.0, request_timeout_s=request_timeout_s
+        queue,
+        table,
+        metrics,
+        lease_s=lease_s,
+        own_lease_s=60.0,
+        request_timeout_s=request_timeout_s,
+        redis_ms=redis_ms,
     )
     model = ServedModel(
         name="tiny",

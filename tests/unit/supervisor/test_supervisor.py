@@ -15,8 +15,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from testkit.processes.stand_in_roles import (
     COMMANDS,
     few_tries,
@@ -106,7 +108,25 @@ async def test_every_role_gets_the_effective_settings(home: Path) -> None:
         assert note["session"] == note["pid"], "a session of its own, out of reach of the terminal's Ctrl-C"
     upstreams = started["gateway"]["settings"]["metrics_upstreams"]
     ports = {role: started[role]["settings"]["metrics_port"] for role in ("scheduler", "attention")}
-    assert upstreams == [f"{role}=http://127.0.0.1:{port}/metrics" for role, port in ports.items()]
+    assert upstreams[0].startswith("serve=http://127.0.0.1:"), "the supervisor's own page"
+    assert upstreams[1:] == [f"{role}=http://127.0.0.1:{port}/metrics" for role, port in ports.items()]
+
+
+async def test_the_starts_of_each_process_are_counted(home: Path) -> None:
+    (home / "scheduler.fail").write_text("70")
+    pages: list[str] = []
+
+    async def during(_: str) -> None:
+        await eventually(lambda: names_in(home).count("scheduler") == 2)
+        page = settings_in(home)["gateway"]["metrics_upstreams"][0].partition("=")[2]
+        async with httpx.AsyncClient(trust_env=False) as client:
+            pages.append((await client.get(page)).text)
+
+    assert await _run(during) == 0
+    series = [family for family in text_string_to_metric_families(pages[0]) if family.name.endswith("process_starts")]
+    starts = {sample.labels["process"]: sample.value for family in series for sample in family.samples}
+    assert starts == {"redis": 1, "gateway": 1, "scheduler": 2, "attention": 1}
+    assert 'expertmesh_build_info{role="serve"' in pages[0]
 
 
 async def test_ready_is_announced_once_and_in_the_end_the_gateway_stops_first_and_nothing_is_left(
@@ -270,7 +290,7 @@ async def test_each_layout_has_its_workers(
     assert {key: [started[name][key] for name in names] for key in handed} == handed
     assert len({started[name]["metrics_port"] for name in ("scheduler", *names)}) == 1 + len(names)
     upstreams = [upstream.split("=")[0] for upstream in started["gateway"]["metrics_upstreams"]]
-    assert upstreams == ["scheduler", *names]
+    assert upstreams == ["serve", "scheduler", *names]
     secrets, addresses = ({started[name][key] for name in names} for key in ("fabric_secret_file", "lockstep_address"))
     assert (len(secrets), len(addresses)) == (1, 1), "of all workers"
     assert (None in secrets, None in addresses) == ("layout" not in options, options.get("layout") != "lockstep")

@@ -1,0 +1,112 @@
+"""Rules and panels ask for series and labels that the roles write. No program is needed for that."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import yaml
+from testkit.alerts.promql import (
+    Fault,
+    counters_without_rate,
+    known,
+    labels,
+    parsed,
+    placeholders,
+    quantiles_in_aggregates,
+    selectors,
+)
+from testkit.kube.chart import CHART
+
+RULES = yaml.safe_load((CHART / "rules/expertmesh.rules.yaml").read_text())["groups"][0]["rules"]
+BOARDS = {file.stem: json.loads(file.read_text()) for file in sorted((CHART / "dashboards").glob("*.json"))}
+
+
+def _targets() -> Iterator[Any]:
+    for name, board in BOARDS.items():
+        for panel in board["panels"]:
+            for target in panel.get("targets", ()):
+                yield pytest.param(panel, target, id=f"{name}: {panel['title']} {target['refId']}")
+
+
+TARGETS = list(_targets())
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule["alert"])
+def test_a_rule_asks_for_what_there_is(rule: Any) -> None:
+    found = labels(parsed(rule["expr"]))
+    said = " ".join(rule["annotations"].values())
+    assert set(re.findall(r"\$labels\.(\w+)", said)) <= found
+    assert "$value" not in said or "absent" not in rule["expr"]
+
+
+@pytest.mark.parametrize(("panel", "target"), TARGETS)
+def test_a_panel_asks_for_what_there_is(panel: Any, target: Any) -> None:
+    tree = parsed(target["expr"])
+    assert placeholders(target["legendFormat"]) <= labels(tree)
+    matrix = [each["options"] for each in panel["transformations"] if each["id"] == "groupingToMatrix"]
+    assert {options[side] for options in matrix for side in ("rowField", "columnField")} <= labels(tree)
+
+
+@pytest.mark.parametrize(("panel", "target"), TARGETS)
+def test_every_series_of_a_panel_is_narrowed_by_the_variables(panel: Any, target: Any) -> None:  # noqa: ARG001
+    for selector in selectors(parsed(target["expr"])):
+        asked = {matcher.name: matcher.value for matcher in selector.matchers.matchers}
+        variables = {"namespace": "$namespace", "app_kubernetes_io_instance": "$release", "job": "$job"}
+        assert selector.name == "up" or asked.items() >= variables.items()
+
+
+@pytest.mark.parametrize(("panel", "target"), TARGETS)
+def test_no_panel_shows_lifetimes_or_averages_of_quantiles(panel: Any, target: Any) -> None:
+    tree = parsed(target["expr"])
+    counters = set(counters_without_rate(tree)) - COUNTED
+    assert not counters, f"{panel['title']} shows totals since a start"
+    assert not quantiles_in_aggregates(tree)
+    assert not re.search(r"_sum\{|_count\{", target["expr"]), "a mean, where a quantile would say more"
+
+
+COUNTED = frozenset({"expertmesh_repartitions_total", "expertmesh_engine_idle_seconds_total"})
+"""Counters that a panel shows as steps, or counts the processes of."""
+
+
+@pytest.mark.parametrize(
+    ("expression", "said"),
+    [
+        ("expertmesh_no_such_series", "no series"),
+        ("rate(expertmesh_preemptions[5m])", "no series"),
+        (
+            "histogram_quantile(0.9, sum (rate(expertmesh_engine_step_seconds_bucket[5m])))",
+            "histogram_quantile names le",
+        ),
+        ("sum by (shard) (expertmesh_workers)", "by names shard"),
+        ('expertmesh_workers{tenant="a"}', "a matcher of expertmesh_workers names tenant"),
+        ("expertmesh_workers / on (shard) expertmesh_expert_seats", "on names shard"),
+    ],
+)
+def test_what_there_is_not_is_found(expression: str, said: str) -> None:
+    with pytest.raises(Fault, match=said):
+        labels(parsed(expression))
+
+
+def test_every_series_is_shown_by_a_panel_or_a_rule() -> None:
+    asked = {
+        selector.name
+        for expr in (
+            *(target.values[1]["expr"] for target in TARGETS),
+            *(rule["expr"] for rule in RULES),
+        )
+        for selector in selectors(parsed(expr))
+    }
+    families = {re.sub(r"_(bucket|sum|count)$", "", name) for name in asked}
+    unseen = {re.sub(r"_(bucket|sum|count)$", "", name) for name in known()} - families
+    assert unseen == UNSEEN.keys()
+
+
+UNSEEN = {
+    "expertmesh_experts_seat": "a number: the routing table is shown by its replicas",
+    "expertmesh_step_overlapped": "of the last step alone: overlapped_steps_total is shown",
+}
+"""Series that no panel shows, and why."""
