@@ -6,7 +6,7 @@ import asyncio
 import logging
 import socket
 import sys
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from services.config import OptionParser
@@ -59,7 +59,7 @@ class Observer:
                 links = [("Prometheus", url), *await self._start_grafana(folder.path / "grafana", url)]
                 source = Prometheus(url)
                 pages = Pages(source=source, dashboards=dashboards, notes=_notes(links))
-                await self._serve(pages, links, _follow(targets), stop)
+                await self._serve(pages, links, targets, stop)
                 await source.aclose()
             finally:
                 await asyncio.gather(*map(Program.stop, self._programs))
@@ -69,7 +69,7 @@ class Observer:
         self,
         pages: Pages,
         links: Sequence[tuple[str, str]],
-        side_work: Coroutine[None, None, None],
+        targets: Targets,
         stop: asyncio.Event,
     ) -> None:
         port = _free(self._port, PORT, "--port")
@@ -77,7 +77,7 @@ class Observer:
             server = Server(pages.app(), listener)
             _announce(f"http://{_LOOPBACK}:{port}", links)
             ends = [program.ended() for program in self._programs]
-            await first_done(stop.wait(), side_work, server.run_here(), *ends)
+            await first_done(stop.wait(), _follow(targets), server.run_here(), *ends)
 
     def kill(self) -> None:
         """End the programs at once."""
@@ -85,8 +85,8 @@ class Observer:
             program.kill()
 
     async def _start_prometheus(self, binary: str, folder: RunFolder) -> str:
-        rules = [prometheus.RULES] if prometheus.RULES.is_file() else []
-        file = folder.keep("prometheus.yml", prometheus.config(folder.path / "targets.json", rules))
+        config = prometheus.config(folder.path / "targets.json", [prometheus.RULES])
+        file = folder.keep("prometheus.yml", config)
         port = _free(self._prometheus_port, PROMETHEUS_PORT, "--prometheus-port")
         data = self._data or folder.path / "data"
         started = prometheus.program(binary, file, data.absolute(), folder.path / "prometheus.log", port)
