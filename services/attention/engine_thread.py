@@ -9,6 +9,7 @@ Redis is away the engine pauses once ``buffer_tokens`` events wait, or ``buffer_
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, islice, takewhile
@@ -93,6 +94,8 @@ class EngineThread:
         self._stopping = False
         self._steps = 0
         self._in_step = False
+        self._idle_s, self._idle_since = 0.0, time.monotonic()
+        self._idle = True
         self._silenced: dict[str, tuple[int, int]] = {}  # id -> attempt, how many ends of it are still to come
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
 
@@ -155,6 +158,12 @@ class EngineThread:
         return self._steps if self._in_step else None
 
     @property
+    def idle_s(self) -> float:
+        """Seconds since the start in which the engine had no sequence."""
+        with self._ready:
+            return self._idle_s + (time.monotonic() - self._idle_since if self._idle else 0.0)
+
+    @property
     def unpublished(self) -> int:
         """Events computed and not yet published."""
         return self._unpublished
@@ -201,10 +210,18 @@ class EngineThread:
     def _next(self) -> tuple[list[Command], bool]:
         """Wait for something to do. Returns the commands, and whether a step may follow."""
         with self._ready:
+            self._note_idle(not self._engine.has_work)
             while not (self._stopping or self._commands or (self._may_step and self._engine.has_work)):
                 self._ready.wait()
+            self._note_idle(False)
             commands, self._commands = self._commands, []
             return commands, self._may_step
+
+    def _note_idle(self, idle: bool) -> None:
+        if idle != self._idle:
+            now = time.monotonic()
+            self._idle_s += now - self._idle_since if self._idle else 0.0
+            self._idle, self._idle_since = idle, now
 
     @property
     def _may_step(self) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from functools import partial
 from importlib.metadata import version
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 
 from services.attention.step.engine import Engine
-from services.attention.step.stats import EngineStats
+from services.attention.step.stats import Durations, EngineStats
 from services.config import Settings
 from services.errors import LockstepBroken, LockstepLeft
 from services.fabric.faults import Faults
@@ -52,6 +53,8 @@ class LockstepRank:
         self.wake_up: StoreWakeUp
         self.traffic: Traffic
         self.faults = Faults()
+        self.load_s = 0.0
+        """Seconds that loading the experts took."""
         self._control: GlooWire
 
     def connect(self, worker: str, progress: Progress) -> LockstepTurns[Any]:
@@ -62,7 +65,9 @@ class LockstepRank:
             LockstepBroken: the ranks have to start again.
         """
         placement = self._placement()
+        began = time.monotonic()
         shard = self._share(placement, progress)
+        self.load_s = time.monotonic() - began
         joined = join(self._meeting(), self._facts(worker), self.faults)
         shape = self._shape(joined.nodes)
         near = shape.neighbours(self._settings.rank)
@@ -210,6 +215,9 @@ class LockstepEngine:
 
     def stats(self) -> EngineStats:
         return self._engine.stats()
+
+    def take_durations(self) -> Durations:
+        return self._engine.take_durations()
 
     def step(self) -> list[TokenEvent]:
         """Take one turn of all ranks, or agree that there is nothing to do.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -13,7 +14,7 @@ from services.attention.engine_thread import BUFFER_BYTES, BUFFER_TOKENS
 from services.attention.lockstep_engine import Departure, LockstepEngine, LockstepRank
 from services.attention.metrics import Growth, TotalsObserver
 from services.attention.service import AttentionService
-from services.attention.setup.build import Built, engine_options, load_model, served_model
+from services.attention.setup.build import CHECKPOINT, Built, engine_options, load_model, served_model
 from services.attention.step.engine import Engine
 from services.attention.worker import AttentionWorker, EngineError
 from services.errors import LockstepBroken, LockstepLeft, QueueUnavailable
@@ -51,13 +52,16 @@ class LockstepService(AttentionService):
         settings = self._settings
         served = served_model(settings, rank=settings.rank)
         rank = LockstepRank(settings, served.spec, dtype=served.dtype, device=served.device)
+        began = time.monotonic()
         with loading_progress(log) as progress:
             model = load_model(served, progress)
+            loaded_s = time.monotonic() - began
             link = rank.connect(self._id, progress)
         # Neither overlap, nor graphs, nor lookahead: the ranks must cut their steps alike.
         options = engine_options(settings, served.capacity, lookahead="off")
         engine = Engine(model=model, link=link, options=options, clock=self._clock.now_ms)
-        return Built(served=served, engine=LockstepEngine(engine, rank), link=link)
+        stepped = LockstepEngine(engine, rank)
+        return Built(served=served, engine=stepped, link=link, load_s={CHECKPOINT: loaded_s + rank.load_s})
 
     async def _with_experts(self, built: Built[Any], metrics_url: str, stop: asyncio.Event) -> None:
         self._rank = built.engine.rank
@@ -94,7 +98,7 @@ class LockstepService(AttentionService):
         except (TimeoutError, QueueUnavailable):
             log.warning("stopping without deregistering: Redis does not answer; the leases will expire")
 
-    def _observers(self, built: Built[Any]) -> list[Callable[[], None]]:
+    def _observers(self, built: Built[Any]) -> list[Callable[[], object]]:
         metrics, rank = self._metrics, built.engine.rank
         refusals = TotalsObserver(metrics.refused_peers, rank.faults.totals)
         return [*super()._observers(built), LockstepObserver(metrics, rank).refresh, refusals.refresh]

@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from prometheus_client import Counter
+from prometheus_client import Counter, Histogram
 
-from services.attention.step.stats import EngineStats
+from services.attention.step.stats import Durations, EngineStats
 from services.metrics import ALL_LAYERS, TOP_EXPERTS, WorkerMetrics
 
 HALF_LIFE_S = 30.0
@@ -37,11 +37,22 @@ class Growth:
 
 
 class StepObserver:
-    """Brings the engine's series up to date after each step. Runs on the engine's thread."""
+    """Brings the engine's series up to date after each step. Runs on the engine's thread.
 
-    def __init__(self, metrics: WorkerMetrics, read: Callable[[], EngineStats]) -> None:
+    Args:
+        take: returns what was timed since its last call.
+        exemplar: returns what names the trace of a request of the last step, if one is traced.
+    """
+
+    def __init__(
+        self,
+        metrics: WorkerMetrics,
+        read: Callable[[], EngineStats],
+        take: Callable[[], Durations] = Durations,
+        exemplar: Callable[[], dict[str, str] | None] = lambda: None,
+    ) -> None:
         self._metrics = metrics
-        self._read = read
+        self._read, self._take, self._exemplar = read, take, exemplar
         self._growth = Growth()
         self._used, self._cached, self._free = (metrics.kv_blocks.labels(state) for state in ("used", "cached", "free"))
         self._totals = {
@@ -56,6 +67,7 @@ class StepObserver:
             "exchange_wait_seconds": metrics.exchange_wait,
             "graph_steps": metrics.graph_steps,
         }
+        self._exchanges: dict[str, tuple[Histogram, Histogram]] = {}
         self.busy_s = 0.0
         """Seconds spent in steps since the start."""
         self.lanes = 1
@@ -69,11 +81,32 @@ class StepObserver:
             return
         self.busy_s += reading.step_seconds
         self.lanes = 2 if reading.step_overlapped else 1
-        metrics.step_time.observe(reading.step_seconds)
+        metrics.engine_busy.inc(reading.step_seconds)
+        metrics.step_time.observe(reading.step_seconds, self._exemplar())
         metrics.batch_tokens.observe(reading.step_tokens)
         metrics.overlapped.set(reading.step_overlapped)
         for name, counter in self._totals.items():
             self._growth.follow(counter, getattr(reading, name))
+        for reason, count in reading.step_failures.items():
+            self._growth.follow(metrics.step_failures.labels(reason), count)
+        self._observe(self._take())
+
+    def _observe(self, durations: Durations) -> None:
+        for seconds in durations.batch_waits:
+            self._metrics.batch_wait.observe(seconds)
+        for seconds in durations.prefills:
+            self._metrics.prefill_time.observe(seconds)
+        for step in durations.exchanges:
+            dispatch, combine = self._exchanges_of(step.transport)
+            dispatch.observe(step.dispatch_s)
+            combine.observe(step.combine_s)
+
+    def _exchanges_of(self, transport: str) -> tuple[Histogram, Histogram]:
+        """Return the series of ``transport``; finding them by their labels would take longer than both observations."""
+        if transport not in self._exchanges:
+            labels = self._metrics.exchange_time.labels
+            self._exchanges[transport] = labels(transport, "dispatch"), labels(transport, "combine")
+        return self._exchanges[transport]
 
     def _set_levels(self, reading: EngineStats) -> None:
         self._metrics.graphs.set(reading.graphs)
@@ -137,7 +170,7 @@ class ExpertObserver:
 
 
 class TotalsObserver:
-    """Brings ``counter``, which has one label, up to the totals that ``read`` returns by the label's value.
+    """Brings ``counter`` up to the totals that ``read`` returns by the value of its label, or by those of its labels.
 
     Args:
         from_now: leave out what has come together by now.
@@ -147,11 +180,14 @@ class TotalsObserver:
         self._counter, self._read = counter, read
         self._growth = Growth()
         for label, total in read().items() if from_now else ():
-            self._growth.skip(counter.labels(label), total)
+            self._growth.skip(self._labelled(label), total)
 
     def refresh(self) -> None:
         for label, total in self._read().items():
-            self._growth.follow(self._counter.labels(label), total)
+            self._growth.follow(self._labelled(label), total)
+
+    def _labelled(self, label: Any) -> Counter:
+        return self._counter.labels(*label) if isinstance(label, tuple) else self._counter.labels(label)
 
 
 class SharingLink(Protocol):

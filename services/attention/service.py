@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry
 from redis.asyncio import Redis
 
 from services.attention.engine_thread import BUFFER_TOKENS
-from services.attention.metrics import ExpertObserver, SharingObserver, StepObserver, TotalsObserver
+from services.attention.metrics import ExpertObserver, Growth, SharingObserver, StepObserver, TotalsObserver
 from services.attention.routing_table import TableFollower
 from services.attention.setup.build import Built, build
 from services.attention.setup.capacity import credit
@@ -110,7 +110,9 @@ class AttentionService:
         if not await self._warmed_up(built, stop):
             return
         metrics = self._metrics
-        steps = StepObserver(metrics, built.engine.stats)
+        steps = StepObserver(metrics, built.engine.stats, built.engine.take_durations)
+        for source, seconds in built.load_s.items():
+            metrics.weight_load.labels(source).set(seconds)
         self._worker = worker = AttentionWorker(
             info=self._info(built, metrics_url),
             engine=built.engine,
@@ -124,8 +126,9 @@ class AttentionService:
             lacks=self._experts.missing if self._experts else lambda: (),
         )
         metrics.publish_backlog.set_function(lambda: worker.unpublished)
+        idle = partial(Growth().follow, metrics.engine_idle)
         tasks = [
-            asyncio.create_task(_refresh(self._observers(built))),
+            asyncio.create_task(_refresh([*self._observers(built), lambda: idle(worker.idle_s)])),
             asyncio.create_task(self._load_notes(built, steps).run()),
         ]
         try:
@@ -162,9 +165,9 @@ class AttentionService:
         if shared:
             engine.warm_up(stopped)
 
-    def _observers(self, built: Built[Any]) -> list[Callable[[], None]]:
+    def _observers(self, built: Built[Any]) -> list[Callable[[], object]]:
         """Return functions that each bring some series up to date."""
-        observers: list[Callable[[], None]]
+        observers: list[Callable[[], object]]
         metrics, by_layer = self._metrics, self._settings.layer_series
         observers = [
             ExpertObserver(metrics, built.link.expert_rows, by_layer=by_layer).refresh,
@@ -173,6 +176,8 @@ class AttentionService:
         if built.remote:
             observers.append(TotalsObserver(metrics.shard_stall, built.remote.stalled_s, from_now=True).refresh)
             observers.append(TotalsObserver(metrics.refused_peers, built.remote.faults).refresh)
+            observers.append(TotalsObserver(metrics.exchange_bytes, built.remote.exchanged_bytes).refresh)
+            observers.append(TotalsObserver(metrics.resent_rows, built.remote.resent_rows).refresh)
         if built.sharing:
             observers.append(SharingObserver(metrics, built.sharing).refresh)
         return observers
@@ -217,7 +222,7 @@ class AttentionService:
         )
 
 
-async def _refresh(observers: Sequence[Callable[[], None]]) -> None:
+async def _refresh(observers: Sequence[Callable[[], object]]) -> None:
     while True:
         await asyncio.sleep(METRICS_EVERY_S)
         for refresh in observers:

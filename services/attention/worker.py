@@ -113,6 +113,11 @@ class AttentionWorker:
         """Tokens computed and not yet in Redis."""
         return self._thread.unpublished
 
+    @property
+    def idle_s(self) -> float:
+        """Seconds since the start in which the engine had no sequence."""
+        return self._thread.idle_s
+
     def has_room(self, tokens: int, nbytes: int) -> bool:
         """Return whether the engine may step (:meth:`EngineThread.has_room`), if it pauses by itself."""
         return self._thread.has_room(tokens, nbytes)

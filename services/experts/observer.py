@@ -40,6 +40,9 @@ class ExpertsObserver:
     def _count(self, serving: TcpServing) -> None:
         if serving is not self._serving:
             self._serving, self._rows, self._seen = serving, {}, (0, 0, 0, 0, 0.0)
+            source, seconds = serving.loaded
+            self._metrics.weight_load.clear()
+            self._metrics.weight_load.labels(source).set(seconds)
         counts, metrics, shard = serving.server.counts, self._metrics, str(serving.group.number)
         for layer, rows in serving.layer_rows().items():
             metrics.rows.labels(layer if self._by_layer else ALL_LAYERS, shard).inc(rows - self._rows.get(layer, 0))

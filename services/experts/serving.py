@@ -7,6 +7,7 @@ import threading
 import time
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -36,6 +37,9 @@ from services.routing import ShardGroup
 
 log = logging.getLogger(__name__)
 
+Source = Literal["checkpoint", "peer"]
+CHECKPOINT: Literal["checkpoint"] = "checkpoint"
+PEER: Literal["peer"] = "peer"
 COLOCATED_WAIT_S = 0.5
 """How long a step waits for rows through shared memory where attention loads kernels on the same GPU: loading waits for
 the step, too."""
@@ -60,6 +64,8 @@ class TcpServing:
     shared_memory: SharedMemoryServer | None = None
     slots: int = 1
     lanes: Lanes | None = None
+    loaded: tuple[Source, float] = ("checkpoint", 0.0)
+    """Where the weights came from, and the seconds that loading them took."""
 
     @property
     def port(self) -> int:
@@ -157,7 +163,10 @@ class Loader:
             return self._served(group, seat, stopped)
 
     def _served(self, group: ShardGroup, seat: int, stopped: threading.Event) -> TcpServing:
-        weights = self._given(group, stopped) or self._read(group, stopped)
+        began = time.perf_counter()
+        given_by_peer = self._given(group, stopped)
+        weights = given_by_peer or self._read(group, stopped)
+        loaded = PEER if given_by_peer else CHECKPOINT, time.perf_counter() - began
         shard = ExpertShard(weights, num_experts=self._spec.num_experts)
         if self._device.type == "cuda":
             _warm(shard, group, self._spec.hidden_size, self._dtype, self._device)
@@ -182,7 +191,7 @@ class Loader:
             faults=self.faults,
         )
         server.start()
-        return TcpServing(group, server, memory, self._spec.top_k, self._lanes)
+        return TcpServing(group, server, memory, self._spec.top_k, self._lanes, loaded)
 
     def _shared_memory(self, group: ShardGroup, shard: ExpertShard) -> SharedMemoryServer | None:
         """Share memory unless a layer has no experts here: steps come with all layers."""

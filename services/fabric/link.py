@@ -6,8 +6,10 @@ Legend: T rows, D hidden size, K experts chosen per row.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor
@@ -26,6 +28,11 @@ class ExpertLink(Protocol[HandleT]):
     begins the same step again. Exactly one ``combine`` of its handle follows each ``dispatch``. Two handles may be in
     flight at once, and may be combined in either order (ping-pong micro-batches).
     """
+
+    @property
+    def transport(self) -> str:
+        """What carries the rows of the step in progress, as a label of series."""
+        ...
 
     def begin_step(self, step: int, rows: Sequence[int]) -> None:
         """Begin a step, whose exchanges follow layer by layer and, within a layer, by micro-batch.
@@ -83,6 +90,10 @@ class ExpertLink(Protocol[HandleT]):
 class SynchronousLink:
     """Base class of links whose ``combine`` returns a valid sum or raises: no step is run again, none is captured."""
 
+    @property
+    def transport(self) -> str:
+        return "local"
+
     def begin_step(self, step: int, rows: Sequence[int]) -> None:
         """Do nothing: such links need no preparation for a step."""
 
@@ -130,6 +141,14 @@ class RemoteLink(Protocol):
         """Return the seconds that ``combine`` has waited since the start, by shard group."""
         ...
 
+    def exchanged_bytes(self) -> dict[tuple[str, str], int]:
+        """Return the bytes that connections carried since the start, by transport and direction (sent, received)."""
+        ...
+
+    def resent_rows(self) -> dict[str, int]:
+        """Return how many rows were sent again to another replica, by reason."""
+        ...
+
     def faults(self) -> dict[str, int]:
         """Return how many connections were refused or ended because of the peer, by reason."""
         ...
@@ -139,13 +158,33 @@ class RemoteLink(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class ExchangeTime:
+    """Seconds of the host's clock in the exchanges of one step, by what carried its rows."""
+
+    transport: str
+    dispatch_s: float
+    combine_s: float
+
+
+KEPT_STEPS = 1024
+"""How many steps' times are kept for whoever takes them."""
+
+
 class TimedLink(Generic[HandleT]):
-    """Passes every call on to ``link`` and measures how long ``combine`` takes. Not thread-safe."""
+    """Passes every call on to ``link`` and measures how long exchanges take. Not thread-safe."""
 
     def __init__(self, link: ExpertLink[HandleT]) -> None:
         self._link = link
+        self._dispatch_s = self._combine_s = 0.0
         self.waited_s = 0.0
         """Seconds spent in ``combine`` since the start, by the host's clock."""
+        self.steps: deque[ExchangeTime] = deque(maxlen=KEPT_STEPS)
+        """The last steps that had exchanges here, those that run again included; a CUDA graph has its own."""
+
+    @property
+    def transport(self) -> str:
+        return self._link.transport
 
     def begin_step(self, step: int, rows: Sequence[int]) -> None:
         self._link.begin_step(step, rows)
@@ -157,14 +196,23 @@ class TimedLink(Generic[HandleT]):
         return self._link.capture_context(rows)
 
     def finish_step(self) -> bool:
+        if self._dispatch_s:
+            self.steps.append(ExchangeTime(self._link.transport, self._dispatch_s, self._combine_s))
+            self._dispatch_s = self._combine_s = 0.0
         return self._link.finish_step()
 
     def dispatch(self, layer: int, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> HandleT:
-        return self._link.dispatch(layer, x_TD, expert_ids_TK, weights_TK)
+        began = time.perf_counter()
+        try:
+            return self._link.dispatch(layer, x_TD, expert_ids_TK, weights_TK)
+        finally:
+            self._dispatch_s += time.perf_counter() - began
 
     def combine(self, handle: HandleT) -> Tensor:
         began = time.perf_counter()
         try:
             return self._link.combine(handle)
         finally:
-            self.waited_s += time.perf_counter() - began
+            seconds = time.perf_counter() - began
+            self.waited_s += seconds
+            self._combine_s += seconds

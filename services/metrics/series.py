@@ -74,7 +74,7 @@ class _Admission:
 
     def admitted(self, value: object) -> str:
         text = str(value)
-        if text in self._values or text in self._seen:
+        if text == OTHER or text in self._values or text in self._seen:
             return text
         if len(self._seen) >= self._most:
             return OTHER
@@ -93,7 +93,7 @@ class _Bounded(MetricWrapperBase):
     def labels(self: MetricT, *values: Any, **named: Any) -> MetricT:
         bounds: tuple[_Admission, ...] = self.bounds  # type: ignore[attr-defined]
         given = values or [named[name] for name in self._labelnames]
-        return super().labels(*(bound.admitted(value) for bound, value in zip(bounds, given, strict=True)))  # type: ignore[misc]
+        return super().labels(*(bound.admitted(value) for bound, value in zip(bounds, given, strict=True)))
 
     def clear(self) -> None:
         for bound in self.bounds:

@@ -112,9 +112,9 @@ _RETRIES = Rule(
 _SCHEDULER = (
     Rule(
         scripts=_words(
-            "campaign renew claim assign release hold note_targets workers loads reap_queue reap_workers reap_leases "
-            "reap_gateways seats seat_rows seat_groups reap_seats assign_groups dismiss_seat table_epochs publish_table"
-            " quarantine"
+            "campaign renew claim assign release hold waiting note_targets workers loads reap_queue reap_workers "
+            "reap_leases reap_gateways seats seat_rows seat_groups reap_seats assign_groups dismiss_seat table_epochs "
+            "publish_table quarantine"
         ),
         commands=_words("blpop hmget zcard get xread") | _LOADS,
         owns=_REQUESTS

@@ -27,6 +27,10 @@ from services.queue.quarantine import Quarantine
 from services.queue.scripts import Argument, Scripts, milliseconds, parts
 from services.wire import NAMED_PROMPTS
 
+LINE_READ, LINES_READ = 64, 1024
+"""How many requests of a line, and of all lines, are read to count the tokens that wait: Redis serves nobody else
+meanwhile."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerState:
@@ -104,6 +108,24 @@ class QueueDepth:
     requests: int
     tokens: int
     dead_letters: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Line:
+    """The requests of one tenant and priority in the queue. ``tokens`` of a long line are estimated."""
+
+    priority: int
+    tenant: str
+    requests: int
+    tokens: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Waiting:
+    """What waits in the queue. ``oldest_s``: the longest wait of a request that is first in its line."""
+
+    oldest_s: float
+    lines: list[Line]
 
 
 class SchedulerQueue:
@@ -273,6 +295,17 @@ class SchedulerQueue:
     async def hold_reclaims(self, for_s: float) -> None:
         """Keeps leases from being reclaimed for at least ``for_s`` seconds; call it after a connection error."""
         await self._scripts.run("hold", milliseconds(for_s))
+
+    async def waiting(self) -> Waiting:
+        """Returns the lines in the queue, for metrics."""
+        longest_ms, lines = await self._scripts.run("waiting", LINE_READ, LINES_READ)
+        return Waiting(
+            oldest_s=longest_ms / 1000,
+            lines=[
+                Line(priority=priority, tenant=tenant.decode(errors="replace"), requests=requests, tokens=tokens)
+                for priority, tenant, requests, tokens in lines
+            ],
+        )
 
     async def depth(self) -> QueueDepth:
         """Returns how much waits, for metrics."""

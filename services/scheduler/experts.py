@@ -14,6 +14,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import msgspec
 
@@ -24,7 +25,7 @@ from services.queue.seats import SeatRegistry, SeatState, TableEpochs
 from services.queue.tables import TableReader
 from services.routing import RoutingTable, Seat, ShardGroup, even_groups
 from services.scheduler.assign import assignments, even_load
-from services.scheduler.load import LoadMeter
+from services.scheduler.load import LoadMeter, imbalance
 from services.scheduler.repartition import Repartitioner, Step, next_step
 from services.scheduler.room import Shortage, can_hold_some, rooms_of
 
@@ -51,13 +52,32 @@ class Intentions:
     assign: tuple[tuple[SeatState, ShardGroup], ...]
 
 
+Change = Literal["join", "leave", "death"]
+
+
+class PlacementEvents:
+    """What happens while experts are placed, for metrics. By itself it does nothing."""
+
+    def tabled(self, table: RoutingTable) -> None:
+        """``table`` is in use."""
+
+    def changed(self, shard: int, change: Change) -> None:
+        """The table in use gained or lost a seat of the shard group."""
+
+    def repartitioned(self) -> None:
+        """The shard groups have the experts that were planned by load."""
+
+    def balanced(self, ratio: float | None) -> None:
+        """A load was measured: :func:`services.scheduler.load.imbalance`."""
+
+
 class ExpertPlacement:
     """Places experts during one term of leadership.
 
     Args:
         groups: how many groups there are before there is a table.
         asked: --expert-groups.
-        on_table: is called with each table.
+        events: hears what happens.
         staying: marks seats as dismissed that something else is about to end.
     """
 
@@ -68,7 +88,7 @@ class ExpertPlacement:
         *,
         groups: int,
         asked: int | None = None,
-        on_table: Callable[[RoutingTable], None] = lambda _: None,
+        events: PlacementEvents | None = None,
         staying: Callable[[Sequence[SeatState]], list[SeatState]] = list,
         hysteresis: Hysteresis = HYSTERESIS,
         clock: Callable[[], float] = time.monotonic,
@@ -76,17 +96,19 @@ class ExpertPlacement:
         self._registry = registry
         self._reader = reader
         self._groups = groups
-        self._on_table = on_table
+        self._events = events or PlacementEvents()
         self._staying = staying
         self._clock = clock
         self._meter = LoadMeter()
         self._hysteresis = hysteresis
-        self._repartitioner = Repartitioner(hysteresis, clock=clock)
+        self._repartitioner = self._new_repartitioner()
         self._shortage = Shortage(asked)
         self._next_reading = 0.0
         self._changed_at = clock()
         self._bereaved = False
         """Whether a seat has died since the seats were last found to be as the load wants them."""
+        self._dead: set[int] = set()
+        """Seats that died since a table was published."""
         self._table: RoutingTable | None = None
         self._seen: tuple[object, RoutingTable | None, int] | None = None
 
@@ -107,6 +129,7 @@ class ExpertPlacement:
         reaped = await self._registry.reap(epoch)
         if reaped.seats:
             self._bereaved = True
+            self._dead.update(reaped.seats)
             seats = self._staying(await self._registry.seats())
         epochs = await self._registry.table_epochs()
         if self._table is None and reaped.held and epochs.oldest == 0:
@@ -127,7 +150,7 @@ class ExpertPlacement:
         found = await self._reader.read_table(self._table.epoch if self._table else 0)
         if found is not None:
             self._table = found
-            self._on_table(found)
+            self._events.tabled(found)
 
     def _stands(self, seats: Sequence[SeatState], epochs: TableEpochs, load: Load | None) -> bool:
         """Say whether the last turn found the same, wanted nothing, and nothing else asks for another look."""
@@ -183,21 +206,26 @@ class ExpertPlacement:
             return None
         self._next_reading = now + max(WINDOW_S, len(seats) / SEATS_PER_S)
         await asyncio.to_thread(self._meter.read, await self._registry.rows(), self._table)
+        self._events.balanced(imbalance(self._meter.load, self._table))
         waited = now >= self._changed_at + self._hysteresis.wait_s
         return self._meter.load if waited and _in_place(seats, self._table.groups) else None
 
     def _forget(self) -> None:
         """Drop what was measured and begun for another model."""
         self._table, self._meter = None, LoadMeter()
-        self._repartitioner = Repartitioner(self._hysteresis, clock=self._clock)
+        self._repartitioner = self._new_repartitioner()
+
+    def _new_repartitioner(self) -> Repartitioner:
+        return Repartitioner(self._hysteresis, clock=self._clock, on_done=self._events.repartitioned)
 
     async def _publish(self, epoch: int, table: RoutingTable) -> None:
         await self._registry.publish_table(epoch, table)
         before = {seat.number: seat for seat in self._table.seats} if self._table else {}
         self._table, self._changed_at = table, self._clock()
-        self._on_table(table)
+        self._events.tabled(table)
         now = {seat.number: seat for seat in table.seats}
         news = [_titles(now, now.keys() - before), _titles(before, before.keys() - now)]
+        self._note_changes(before, now)
         log.info(
             "published routing table %d: %d seats in %d shard groups; added: %s; removed: %s",
             table.epoch,
@@ -205,6 +233,15 @@ class ExpertPlacement:
             len(table.groups),
             *news,
         )
+
+    def _note_changes(self, before: Mapping[int, Seat], now: Mapping[int, Seat]) -> None:
+        for number, seat in before.items():
+            if number not in now or now[number].group != seat.group:
+                self._events.changed(seat.group, "death" if number in self._dead else "leave")
+        for number, seat in now.items():
+            if number not in before or before[number].group != seat.group:
+                self._events.changed(seat.group, "join")
+        self._dead.clear()
 
 
 def _titles(seats: Mapping[int, Seat], numbers: Iterable[int]) -> str:

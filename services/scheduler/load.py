@@ -12,6 +12,19 @@ FADE = 0.3
 """Weight of the newest reading."""
 
 
+def imbalance(load: Load | None, table: RoutingTable) -> float | None:
+    """Return the highest load per seat of a shard group over the mean of the groups that have seats. None: there is no
+    load, or no seat."""
+    if load is None:
+        return None
+    per_seat = [
+        sum(load[layer][expert] for layer, experts in group.experts.items() for expert in experts) / len(seats)
+        for group in table.groups
+        if (seats := table.seats_of[group.number])
+    ]
+    return max(per_seat) * len(per_seat) / sum(per_seat) if any(per_seat) else None
+
+
 class LoadMeter:
     """Rows per expert from what the seats count, fading over a few readings."""
 

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from prometheus_client import Gauge
 
 from services.messages import GenerateRequest
-from services.metrics import SchedulerMetrics
+from services.metrics import OTHER, TOP_TENANTS, SchedulerMetrics
 from services.queue.fates import log_fates
-from services.queue.scheduler_side import Assignment, ReapReport, SchedulerQueue
+from services.queue.scheduler_side import Assignment, ReapReport, SchedulerQueue, Waiting
 from services.request_ids import about
 from services.routing import RoutingTable
+from services.scheduler.experts import Change, PlacementEvents
 from services.scheduler.kube.observed import Observed
 from services.scheduler.policy import Choice
 from services.scheduler.scaling import Decision, ReplicaCounts, Replicas, Target
@@ -28,7 +30,7 @@ _RECLAIMED = ("requeued", "lost", "dead", "abandoned", "cancelled", "expired")
 log = logging.getLogger(__name__)
 
 
-class Observer:
+class Observer(PlacementEvents):
     """Keeps the metrics of one scheduler."""
 
     def __init__(self, metrics: SchedulerMetrics, queue: SchedulerQueue, replicas: ReplicaCounts | None = None) -> None:
@@ -36,6 +38,7 @@ class Observer:
         self._queue = queue
         self._replicas = replicas
         self._observed = Observed()
+        metrics.imbalance.set(math.nan)
 
     def leads(self) -> None:
         self._metrics.leader.set(1)
@@ -45,6 +48,10 @@ class Observer:
         metrics = self._metrics
         for gauge in (metrics.leader, metrics.queued_requests, metrics.queued_tokens, metrics.dead_letters):
             gauge.set(0)
+        metrics.oldest.set(0)
+        metrics.waiting_requests.clear()
+        metrics.waiting_tokens.clear()
+        metrics.imbalance.set(math.nan)
         metrics.workers.set(0)
         metrics.outstanding_tokens.clear()
         metrics.seats.clear()
@@ -58,13 +65,22 @@ class Observer:
         metrics = self._metrics
         return (
             *(metrics.spec_replicas, metrics.ready_replicas),
-            *(metrics.wanted_replicas, metrics.needed_replicas, metrics.boost, metrics.latency_over_target),
+            *(
+                metrics.wanted_replicas,
+                metrics.wanted_reason,
+                metrics.needed_replicas,
+                metrics.boost,
+                metrics.latency_over_target,
+            ),
             *(metrics.shard_rows, metrics.shard_busy, metrics.shard_waiting, metrics.shard_stall),
         )
 
     def decided(self, decision: Decision) -> None:
         """Show what is wanted, and why."""
         metrics, state, signals = self._metrics, decision.state, decision.signals
+        metrics.wanted_reason.clear()
+        for target, reason in state.reasons.items():
+            metrics.wanted_reason.labels(target.role, target.label, reason).set(1)
         for target, wanted in state.targets.items():
             labels = (target.role, target.label)
             metrics.wanted_replicas.labels(*labels).set(wanted)
@@ -87,6 +103,18 @@ class Observer:
         for group, seats in table.seats_of.items():
             self._metrics.seats.labels(group).set(len(seats))
 
+    def changed(self, shard: int, change: Change) -> None:
+        """Count a seat that the table gained or lost."""
+        self._metrics.seat_changes.labels(shard, change).inc()
+
+    def repartitioned(self) -> None:
+        """Count a change of the shard groups' experts."""
+        self._metrics.repartitions.inc()
+
+    def balanced(self, ratio: float | None) -> None:
+        """Show how evenly the seats are loaded."""
+        self._metrics.imbalance.set(math.nan if ratio is None else ratio)
+
     def placed(self, seconds: float) -> None:
         """Note how long a turn of the placement took."""
         self._metrics.placement_turn.observe(seconds)
@@ -102,8 +130,23 @@ class Observer:
         self._metrics.outstanding_tokens.clear()
         for worker in workers:
             self._metrics.outstanding_tokens.labels(worker.info.id).set(worker.outstanding_tokens)
+        self._show_waiting(await self._queue.waiting())
         if self._replicas is not None:
             self._counted(self._replicas.counts() or {})
+
+    def _show_waiting(self, waiting: Waiting) -> None:
+        """Show the lines of the tenants with the most tokens, and those of all others together."""
+        metrics, tokens = self._metrics, Counter[str]()
+        for line in waiting.lines:
+            tokens[line.tenant] += line.tokens
+        shown = {tenant for tenant, _ in tokens.most_common(TOP_TENANTS)}
+        metrics.oldest.set(waiting.oldest_s)
+        metrics.waiting_requests.clear()
+        metrics.waiting_tokens.clear()
+        for line in waiting.lines:
+            labels = line.tenant if line.tenant in shown else OTHER, line.priority
+            metrics.waiting_requests.labels(*labels).inc(line.requests)
+            metrics.waiting_tokens.labels(*labels).inc(line.tokens)
 
     def _counted(self, counts: Mapping[Target, Replicas]) -> None:
         spec, ready = self._metrics.spec_replicas, self._metrics.ready_replicas

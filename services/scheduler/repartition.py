@@ -93,14 +93,20 @@ class Repartitioner:
 
     Args:
         plan: :func:`services.placement.replan`, which takes ten seconds for 48 layers of 128 experts.
+        on_done: called when a table has the target.
     """
 
     def __init__(
-        self, hysteresis: Hysteresis, *, clock: Callable[[], float], plan: Callable[..., Plan] = replan
+        self,
+        hysteresis: Hysteresis,
+        *,
+        clock: Callable[[], float],
+        plan: Callable[..., Plan] = replan,
+        on_done: Callable[[], None] = lambda: None,
     ) -> None:
         self._hysteresis = hysteresis
         self._clock = clock
-        self._plan = plan
+        self._plan, self._on_done = plan, on_done
         self._next = 0.0
         self._planned: tuple[Groups, Future[Plan]] | None = None
         self._since = 0.0
@@ -125,6 +131,7 @@ class Repartitioner:
         if self.target is not None and self.target == table.groups:
             log.info("repartitioned the shard groups")
             self.target = None
+            self._on_done()
         if self._planned is not None and self._planned[1].done():
             (groups, planned), self._planned = self._planned, None
             self._take(groups, planned, table)

@@ -56,7 +56,7 @@ def _placement(
         reader,
         groups=groups,
         asked=asked,
-        on_table=observer.tabled,
+        events=observer,
         staying=watched.staying if watched else list,
         hysteresis=hysteresis,
     )

@@ -22,7 +22,7 @@ from services.placement import Hysteresis
 from services.queue.limits import QueueLimits
 from services.queue.scheduler_side import SchedulerQueue
 from services.routing import RoutingTable, ShardGroup, even_groups
-from services.scheduler.experts import ExpertPlacement
+from services.scheduler.experts import ExpertPlacement, PlacementEvents
 
 LEASE_S = 16.0
 """No seat is lost while a busy machine holds this process up."""
@@ -289,19 +289,38 @@ class Busy(Served):
         }
 
 
+class Noted(PlacementEvents):
+    def __init__(self) -> None:
+        self.tables: list[RoutingTable] = []
+        self.changes: list[tuple[int, str]] = []
+        self.ratios: list[float | None] = []
+        self.cuts = 0
+
+    def tabled(self, table: RoutingTable) -> None:
+        self.tables.append(table)
+
+    def changed(self, shard: int, change: str) -> None:
+        self.changes.append((shard, change))
+
+    def balanced(self, ratio: float | None) -> None:
+        self.ratios.append(ratio)
+
+    def repartitioned(self) -> None:
+        self.cuts += 1
+
+
 async def test_groups_are_cut_again_by_load_and_every_expert_is_served_all_the_while(floor, monkeypatch):
     monkeypatch.setattr("services.scheduler.experts.WINDOW_S", 0.1)
     monkeypatch.setattr("services.experts.worker.ROWS_S", 0.1)
-    tables: list[RoutingTable] = []
+    events = Noted()
+    tables = events.tables
 
     def busy(group: ShardGroup, _seat: int, _stopped: threading.Event) -> Busy:
         return Busy(group, port=1)
 
     async with stage_of(floor, groups=2) as stage:
         hysteresis = Hysteresis(wait_s=0.2)
-        stage.placement = ExpertPlacement(
-            floor.registry, floor.reader, groups=2, on_table=tables.append, hysteresis=hysteresis
-        )
+        stage.placement = ExpertPlacement(floor.registry, floor.reader, groups=2, events=events, hysteresis=hysteresis)
         workers = [stage.start(name, busy) for name in ("a", "b", "c", "d")]
         await stage.until(lambda: bool(tables) and len(tables[-1].seats) == 4)
         first = tables[-1]
@@ -309,6 +328,12 @@ async def test_groups_are_cut_again_by_load_and_every_expert_is_served_all_the_w
         last = tables[-1]
         hot = [sum(expert in HOT for expert in group.experts[0]) for group in last.groups]
         assert min(hot) > 0, "the popular experts are shared out"
+        await stage.until(lambda: events.cuts == 1)
+        assert events.ratios[0] is None, "of the first reading nothing is known"
+        assert max(ratio for ratio in events.ratios if ratio is not None) > 1.5
+        seats = sum(change == "join" for _, change in events.changes) - len(events.changes) / 2
+        assert seats == len(tables[-1].seats) / 2, "what joined and did not leave is there"
+        assert all(change != "death" for _, change in events.changes)
         for table in tables:
             assert all(table.seats_of.values()), f"a group of table {table.epoch} has no seat"
             assert set(table.group_of) == {0, 1}

@@ -97,6 +97,13 @@ def test_the_first_values_have_series_and_the_rest_is_other() -> None:
     assert counted(registry) == {("x",): 2, ("y",): 1, (OTHER,): 2}
 
 
+def test_other_takes_no_place_of_a_value() -> None:
+    registry, counter = made(Label("tenant", most=1))
+    for tenant in (OTHER, "x", "y"):
+        counter.labels(tenant).inc()
+    assert counted(registry) == {(OTHER,): 2, ("x",): 1}
+
+
 def test_after_a_clear_other_values_may_come() -> None:
     registry, counter = made(Label("tenant", most=1))
     counter.labels("x").inc()

@@ -13,7 +13,9 @@ blocks; then the sequence that was admitted last gives up its blocks and is reco
 from __future__ import annotations
 
 import math
+import time
 from bisect import insort
+from collections import deque
 from collections.abc import Callable, Sequence
 
 from services.attention.batching.blocks import BlockPool, HeldBack, Prefixes, make_room, reserve
@@ -23,15 +25,30 @@ from services.attention.sequences.sequence import SequenceState, open_sequence, 
 from services.errors import DeadlineExceeded, RequestError
 from services.messages import FinishReason, GenerateRequest, TokenEvent
 
+KEPT_SEQUENCES = 4096
+"""Of how many sequences times are kept for whoever takes them."""
+
 
 class BatchManager:
-    """Waiting and running sequences over a :class:`BlockPool`. ``clock`` gives Redis TIME in milliseconds."""
+    """Waiting and running sequences over a :class:`BlockPool`. ``clock`` gives Redis TIME in milliseconds, ``timer``
+    seconds for durations."""
 
-    def __init__(self, limits: BatchLimits, pool: BlockPool, clock: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        limits: BatchLimits,
+        pool: BlockPool,
+        clock: Callable[[], int],
+        timer: Callable[[], float] = time.perf_counter,
+    ) -> None:
         assert limits.max_num_seqs > 0
         assert limits.max_num_batched_tokens > 0
         self.pool = pool
         self.counters = BatchCounters()
+        self.waits: deque[float] = deque(maxlen=KEPT_SEQUENCES)
+        """Seconds from a sequence's arrival to its first step."""
+        self.prefills: deque[float] = deque(maxlen=KEPT_SEQUENCES)
+        """Seconds from a sequence's first step to its first token."""
+        self._timer = timer
         self._limits = limits
         self._prefixes = Prefixes(pool, enabled=limits.prefix_cache, scope=limits.prefix_cache_scope)
         self._held_back = HeldBack(pool)
@@ -76,6 +93,7 @@ class BatchManager:
             self._drop(held)
         self._arrivals += 1
         state = open_sequence(request, self._arrivals, self._limits.eos_token_ids)
+        state.came_at = self._timer()
         error = refusal(
             request,
             max_model_len=self._limits.max_model_len,
@@ -227,6 +245,8 @@ class BatchManager:
         state.published = len(matched)
         if not state.preempted:
             state.cached_tokens = min(state.computed, state.request.prompt_len)
+            state.began_at = self._timer()
+            self.waits.append(state.began_at - state.came_at)
         self._admissions += 1
         state.admission = self._admissions
         self._decodes = ()
@@ -265,6 +285,9 @@ class BatchManager:
         if piece.draws:
             assert outcome.token_id is not None
             self.counters.decode_tokens += 1
+            if state.began_at:
+                self.prefills.append(self._timer() - state.began_at)
+                state.began_at = 0.0
             self._events.append(state.take(outcome.token_id, outcome.logprob))
             if self._events[-1].finish is not None:
                 self._drop(state)

@@ -106,6 +106,10 @@ class SequenceState:
     preempted: bool = False
     cached_tokens: int = 0
     queued_ms: int = 0
+    came_at: float = 0.0
+    began_at: float = 0.0
+    """When the sequence came, and when its first step was planned: 0 before that, and after the first token. Seconds by
+    the engine's timer."""
     blocks: list[int] = field(default_factory=list)
     chain: list[bytes] = field(default_factory=list)
     published: int = 0

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -33,6 +34,9 @@ from services.model.weights_sample import with_weights
 
 EngineT = TypeVar("EngineT", bound=SteppedEngine)
 
+CHECKPOINT = "checkpoint"
+"""Where all weights of an attention worker come from."""
+
 log = logging.getLogger(__name__)
 
 
@@ -58,6 +62,8 @@ class Built(Generic[EngineT]):
     """``link`` again, if it leads to experts in other processes."""
     sharing: SharedMemoryLink | None = None
     """``link`` again, if it shares memory with experts in other processes."""
+    load_s: Mapping[str, float] = field(default_factory=dict)
+    """Seconds that loading weights took, by where they came from."""
 
 
 def build(settings: Settings, clock: Callable[[], int], *, worker: str, colocated: bool = False) -> Built[Engine[Any]]:
@@ -74,13 +80,14 @@ def build(settings: Settings, clock: Callable[[], int], *, worker: str, colocate
     """
     served = served_model(settings)
     spec, dtype, device = served.spec, served.dtype, served.device
-    remote = None
+    remote, began = None, time.monotonic()
     with loading_progress(log) as progress:
         model = load_model(served, progress)
         if settings.layout == "local":
             link: CountingLink[Any] = _local_link(served, progress)
         else:
             link = remote = remote_link(settings, spec, dtype, device, worker, colocated=colocated)
+    load_s = {CHECKPOINT: time.monotonic() - began}
     sharing = remote if isinstance(remote, SharedMemoryLink) else None
     overlap = OverlapPolicy(
         settings.overlap if remote else "off",  # experts in this process leave nothing to hide
@@ -95,7 +102,7 @@ def build(settings: Settings, clock: Callable[[], int], *, worker: str, colocate
         overlap=overlap,
         capture=CudaCapture(device) if device.type == "cuda" and not settings.enforce_eager else None,
     )
-    return Built(served=served, engine=engine, link=link, remote=remote, sharing=sharing)
+    return Built(served=served, engine=engine, link=link, remote=remote, sharing=sharing, load_s=load_s)
 
 
 def served_model(settings: Settings, *, rank: int | None = None) -> ServedModel:

@@ -24,7 +24,7 @@ from services.attention.step.flatten import Flattener
 from services.attention.step.overlap import OverlapPolicy
 from services.attention.step.pipeline import Lookahead, StepPipeline
 from services.attention.step.runner import StepRunner
-from services.attention.step.stats import EngineStats
+from services.attention.step.stats import Durations, EngineStats
 from services.attention.step.warmup import dummy_batches
 from services.errors import InternalError
 from services.fabric.link import ExpertLink
@@ -227,4 +227,14 @@ class Engine(Generic[HandleT]):
             steps_ahead=self._steps.launched_ahead,
             graph_steps=self._graphs.steps if self._graphs else 0,
             graphs=self._graphs.captures if self._graphs else 0,
+            step_failures=self._steps.failures,
+        )
+
+    def take_durations(self) -> Durations:
+        """Return what was timed since the last call. Call it from the thread that steps."""
+        batch = self._batch
+        return Durations(
+            batch_waits=[batch.waits.popleft() for _ in range(len(batch.waits))],
+            prefills=[batch.prefills.popleft() for _ in range(len(batch.prefills))],
+            exchanges=self._runner.take_exchanges(),
         )

@@ -103,6 +103,8 @@ class LastHidden:
     finite_T: Tensor
     redrawn: bool = field(init=False, default=False)
     """Whether :meth:`outcomes` had to draw again."""
+    broken: bool = field(init=False, default=False)
+    """Whether :meth:`outcomes` found values that are not finite."""
 
     @classmethod
     def of(
@@ -133,6 +135,7 @@ class LastHidden:
             outcomes = self._with_prompts(outcomes, model)
         if bool(self.finite_T.all()):
             return outcomes
+        self.broken = True
         healthy = _healthy(self.finite_T, self.inputs)
         return [o if fine else _broken() for o, fine in zip(outcomes, healthy, strict=True)]
 

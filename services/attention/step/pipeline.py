@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Literal
@@ -56,6 +57,8 @@ class StepPipeline:
         self._launched, self._last_read = 0, 0.0
         self.steps, self.overlapped_steps, self.launched_ahead = 0, 0, 0
         """Totals since the start. A step that is launched ahead counts when it is read, for it may be discarded."""
+        self.failures: Counter[str] = Counter()
+        """Steps that failed since the start, by reason."""
         self.step_tokens, self.step_seconds, self.step_overlapped = 0, 0.0, False
         """Figures of the last step. The seconds of a step launched ahead begin where the step before it was read."""
 
@@ -152,12 +155,16 @@ class StepPipeline:
         plan = step.plan
         try:
             self._finish(step)
-            return step.outcomes(self._model)
+            outcomes = step.outcomes(self._model)
+            self.failures["not_finite"] += step.last_hidden is not None and step.last_hidden.broken
+            return outcomes
         except RequestError as error:
+            self.failures["experts"] += 1
             return [Outcome(error=error)] * plan.sequences
         except LockstepBroken:
             raise  # no step can follow: this worker ends, and its requests go on elsewhere
         except Exception:
+            self.failures["error"] += 1
             logger.exception("a step of %d sequences failed; running each sequence on its own", plan.sequences)
         self._discard_ahead()
         if plan.sequences == 1:

@@ -16,7 +16,7 @@ from services.attention.step.cuda_graphs import StepGraphs
 from services.attention.step.flatten import split
 from services.attention.step.forward import forward
 from services.attention.step.overlap import OverlapPolicy
-from services.fabric.link import ExpertLink, TimedLink
+from services.fabric.link import ExchangeTime, ExpertLink, TimedLink
 from services.model.dense import DenseModel
 from services.model.inputs import StepInputs
 
@@ -65,6 +65,11 @@ class StepRunner(Generic[HandleT]):
     def waited_s(self) -> float:
         """Seconds that the host has waited for experts since the start."""
         return self._link.waited_s
+
+    def take_exchanges(self) -> list[ExchangeTime]:
+        """Return the times of steps' exchanges since the last call."""
+        steps = self._link.steps
+        return [steps.popleft() for _ in range(len(steps))]
 
     def run(self, inputs: StepInputs, number: int) -> StepOutput:
         """Run all layers for one step. The result is valid only once :meth:`finish` returns True.

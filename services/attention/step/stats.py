@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from services.fabric.link import ExchangeTime
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,3 +40,17 @@ class EngineStats:
     """Steps that ran as a CUDA graph; a step that ran again counts again."""
     graphs: int
     """CUDA graphs that were captured."""
+    step_failures: Mapping[str, int] = field(default_factory=dict)
+    """Steps that failed, by reason."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Durations:
+    """What took how long since this was last asked for. Seconds."""
+
+    batch_waits: Iterable[float] = ()
+    """Of sequences, from their arrival to their first step."""
+    prefills: Iterable[float] = ()
+    """Of sequences, from their first step to their first token."""
+    exchanges: Iterable[ExchangeTime] = ()
+    """Of steps."""

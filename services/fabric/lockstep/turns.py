@@ -78,6 +78,10 @@ class LockstepTurns(SynchronousLink, Generic[HandleT]):
         self._open = [other for other in self._open if other is not handle]
         return self._unless_broken(lambda: self._link.combine(handle))
 
+    @property
+    def transport(self) -> str:
+        return "lockstep"
+
     def expert_rows(self) -> dict[int, list[int]]:
         return self._link.expert_rows()
 

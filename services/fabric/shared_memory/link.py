@@ -278,6 +278,19 @@ class SharedMemoryLink:
         """Return :meth:`TcpLink.stalled_s` of rows over tcp: the host does not see what a device waits for."""
         return self.tcp.stalled_s()
 
+    @property
+    def transport(self) -> str:
+        """What carries the rows of the step: that of TCP as soon as any rows take it."""
+        return "shared_memory" if self._step.complete else self.tcp.transport
+
+    def exchanged_bytes(self) -> dict[tuple[str, str], int]:
+        """Return :meth:`TcpLink.exchanged_bytes`: shared memory takes no bytes over a connection."""
+        return self.tcp.exchanged_bytes()
+
+    def resent_rows(self) -> dict[str, int]:
+        """Return :meth:`TcpLink.resent_rows`; a step through shared memory is repeated as a whole."""
+        return self.tcp.resent_rows()
+
     def faults(self) -> dict[str, int]:
         """Return :meth:`TcpLink.faults`."""
         return self.tcp.faults()

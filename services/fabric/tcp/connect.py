@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from services.errors import SeatLeaving, SeatLost, WireError
+from services.fabric.byte_counts import ByteCounts
 from services.fabric.faults import Faults
 from services.fabric.tcp.extension import Transports
 from services.fabric.tcp.frames import ECHO_BYTES, HEADER_BYTES, MAX_BYTES, Echo, Kind, Limits, bytes_of, message_of
@@ -36,6 +37,7 @@ class Facts:
     lanes: Transports | None = None
     spoken: Versions = SPOKEN
     faults: Faults = field(default_factory=Faults)
+    byte_counts: ByteCounts = field(default_factory=ByteCounts)
 
 
 def seat_name(seat: Seat) -> str:
@@ -66,7 +68,9 @@ def connect(seat: Seat, facts: Facts) -> tuple[Peer, Hello]:
         stream.close()
         raise
     limits = Limits(header=HEADER_BYTES, payload=max(facts.max_bytes, ECHO_BYTES))
-    return Peer(stream, limits, alive_s=facts.timing.alive_s, may_pause=True, version=agreed.version), theirs
+    alive_s, byte_counts = facts.timing.alive_s, facts.byte_counts
+    peer = Peer(stream, limits, alive_s=alive_s, may_pause=True, version=agreed.version, byte_counts=byte_counts)
+    return peer, theirs
 
 
 def prove(peer: Peer, seconds: float) -> None:

@@ -124,6 +124,11 @@ class Frame:
     header: bytes
     payload: Tensor
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the frame on the connection."""
+        return FIXED.size + len(self.header) + len(self.payload)
+
 
 M = TypeVar("M", bound=msgspec.Struct)
 

@@ -84,7 +84,7 @@ class TcpLink(CountedLink):
         self._seats = Seats(call_s=call_s, unavailable_s=unavailable_s, quarantine_s=quarantine_s)
         self._retired: list[tuple[int, SeatLink]] = []
         """Seats that the newest table does not list, each with the epoch of the last table that did."""
-        self._step = 0
+        self._step, self._by_lane = 0, False
         self._micro_batches = itertools.count()
         self._stalls = Stalls()
         self._table = table
@@ -143,7 +143,7 @@ class TcpLink(CountedLink):
         self._rows.count(layer, expert_ids_TK)
         x_TD, weights_TK = x_TD.detach(), weights_TK.detach()
         with self._changed:
-            stays = self._seats.lanes()
+            self._by_lane = stays = self._seats.lanes()
         if not stays:
             x_TD, weights_TK = x_TD.cpu(), weights_TK.cpu()
         ids_TK, host_weights_TK = expert_ids_TK.cpu(), weights_TK.cpu()
@@ -193,6 +193,23 @@ class TcpLink(CountedLink):
     def stalled_s(self) -> dict[int, float]:
         """Return the seconds that :meth:`combine` has waited, by shard group; groups share the time of one wait."""
         return self._stalls.totals()
+
+    @property
+    def transport(self) -> str:
+        """``nccl`` where rows to some seat go from device to device, else ``tcp``."""
+        return "nccl" if self._by_lane else "tcp"
+
+    def exchanged_bytes(self) -> dict[tuple[str, str], int]:
+        """Return the bytes of all connections by transport and direction."""
+        return {
+            (transport, direction): nbytes
+            for (transport, direction), nbytes in self._facts.byte_counts.totals().items()
+        }
+
+    def resent_rows(self) -> dict[str, int]:
+        """Return how many rows were sent again to another replica, by reason."""
+        with self._changed:
+            return dict(self._seats.resent)
 
     def faults(self) -> dict[str, int]:
         """Return how many connections were refused or ended because of what the other side is or sent, by reason."""

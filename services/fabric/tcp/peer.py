@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from services.errors import FabricError, SeatLost, WireError
+from services.fabric.byte_counts import ByteCounts
 from services.fabric.tcp.frames import Frame, Kind, Limits, Message, frame_parts, read_frame
 from services.fabric.tcp.stream import Stream
 from services.fabric.tcp.transport import RowTransport
@@ -41,6 +42,8 @@ class _Outgoing:
     parts: list[memoryview]
     on_sent: Callable[[], None] = field(default=lambda: None)
     shipment: object | None = None
+    shipped: int = 0
+    """Bytes of ``shipment``."""
 
 
 class Peer:
@@ -52,15 +55,26 @@ class Peer:
     Args:
         may_pause: the other side may stop reading on purpose; sends wait for it as long as the connection lives.
         version: version of all frames, from the handshake.
+        byte_counts: counts what is sent and received.
     """
 
-    def __init__(self, stream: Stream, limits: Limits, *, alive_s: float, may_pause: bool, version: int) -> None:
+    def __init__(
+        self,
+        stream: Stream,
+        limits: Limits,
+        *,
+        alive_s: float,
+        may_pause: bool,
+        version: int,
+        byte_counts: ByteCounts | None = None,
+    ) -> None:
         self.name, self.local_host = stream.name, stream.local_host
         self._stream = stream
         self._limits = limits
         self._alive_s = alive_s
         self._may_pause = may_pause
         self._version = version
+        self._bytes = byte_counts or ByteCounts()
         self.lane: RowTransport | None = None
         self._outgoing: queue.SimpleQueue[_Outgoing | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -86,13 +100,13 @@ class Peer:
         Returns:
             Rows on the lane, which the caller of a peer that may pause holds until an answer shows that they arrived.
         """
-        shipment = None
+        shipment, shipped = None, 0
         if by_lane and rows is not None and rows.numel():
             assert self.lane is not None
-            shipment = self.lane.pack(rows)
+            shipment, shipped = self.lane.pack(rows), rows.nbytes
         elif rows is not None:
             tensors = [*tensors, rows.cpu()]
-        outgoing = _Outgoing(frame_parts(kind, message, tensors, version=self._version), on_sent, shipment)
+        outgoing = _Outgoing(frame_parts(kind, message, tensors, version=self._version), on_sent, shipment, shipped)
         with self._lock:
             if not self._ended:
                 self._outgoing.put(outgoing)
@@ -102,7 +116,9 @@ class Peer:
 
     def receive(self, until: float | None = None) -> Frame:
         """Return the next frame, which may be a sign of life. It raises the errors of :func:`read_frame`."""
-        return read_frame(self._stream, self._limits, until, version=self._version)
+        frame = read_frame(self._stream, self._limits, until, version=self._version)
+        self._bytes.add("tcp", "received", frame.nbytes)
+        return frame
 
     def receive_rows(self, rows: int, hidden: int, dtype: torch.dtype) -> Tensor:
         """Return the rows ``[rows, hidden]`` that the last frame announced on the lane, on the lane's device.
@@ -125,7 +141,10 @@ class Peer:
     def receive_into(self, into: Tensor) -> Tensor:
         """Fill ``into`` with the next rows of the lane, and return it."""
         assert self.lane is not None
-        return self.lane.receive(into, deadline_in(self._stream.silence_s), self.broken) if into.numel() else into
+        if not into.numel():
+            return into
+        self._bytes.add("nccl", "received", into.nbytes)
+        return self.lane.receive(into, deadline_in(self._stream.silence_s), self.broken)
 
     def reading(self) -> AbstractContextManager[Any]:
         """Let work on received rows inside not wait for other work on the device."""
@@ -181,7 +200,9 @@ class Peer:
         shipment, lane = outgoing.shipment, self.lane
         if shipment is not None and lane is not None:
             lane.post(shipment, self.broken)
+            self._bytes.add("nccl", "sent", outgoing.shipped)
         self._stream.send(outgoing.parts, no_timeout=self._may_pause)
+        self._bytes.add("tcp", "sent", sum(map(len, outgoing.parts)))
         if shipment is not None and lane is not None and not self._may_pause:
             lane.finish(deadline_in(self._stream.silence_s), self.broken)
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from services.errors import BadAnswer, DeadlineExceeded, ExpertMeshError, ExpertUnavailable
+from services.errors import BadAnswer, DeadlineExceeded, ExpertMeshError, ExpertUnavailable, SeatLeaving, SeatLost
 from services.fabric.tcp.calls import Call
 from services.fabric.tcp.connection import SeatLink
 from services.fabric.tcp.frames import Dispatch
@@ -27,6 +29,8 @@ _MAX_SENDS = 16
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.05, 2.0
 """Pause before a connection over which a part failed gets the part again; doubled each time."""
 _UNBOUNDED_ROWS = 1 << 20
+_REASONS: Mapping[type[ExpertMeshError], str] = {BadAnswer: "bad_answer", SeatLeaving: "leaving", SeatLost: "lost"}
+_LATE, _FAILED, _NOT_FINITE = "late", "failed", "not_finite"
 
 
 @dataclass(slots=True, eq=False)
@@ -48,6 +52,8 @@ class Part:
     again_at: dict[tuple[int, int], float] = field(default_factory=dict)
     sends: int = 0
     problem: ExpertMeshError | None = None
+    reason: str = _FAILED
+    """Why the last replica that had the part has not answered it, as a label."""
     without_replica_since: float | None = None
 
     def abandon(self) -> None:
@@ -71,6 +77,8 @@ class Seats:
         self.links: dict[tuple[int, str, int, str, int], SeatLink] = {}
         self.groups: dict[int, ShardGroup] = {}
         self.closed = False
+        self.resent: Counter[str] = Counter()
+        """Rows that were sent to another replica, by the reason."""
         self._turns: dict[int, float] = {}
         """Group -> turn of the seat that was chosen last, before the call; new seats start from there."""
         self._call_s = call_s
@@ -126,6 +134,7 @@ class Seats:
         part.call = None
         if isinstance(call.outcome, ExpertMeshError):
             part.problem = call.outcome
+            part.reason = _REASONS.get(type(call.outcome), _FAILED)
             pause_s = min(_FIRST_PAUSE_S * 2.0 ** (part.sends - 1), _MAX_PAUSE_S)
             part.again_at[link.seat.number, call.connection] = deadline_in(pause_s)
             if isinstance(call.outcome, BadAnswer):
@@ -135,7 +144,7 @@ class Seats:
             if call.finite:
                 self._quarantine_suspects(part)
         else:
-            part.not_finite = call.outcome
+            part.not_finite, part.reason = call.outcome, _NOT_FINITE
             part.suspects.append(link)
 
     def _quarantine_suspects(self, part: Part) -> None:
@@ -177,6 +186,7 @@ class Seats:
 
     def _send(self, part: Part, link: SeatLink) -> None:
         if part.call is not None and (late := part.sent_to) is not None:
+            part.reason = _LATE
             part.problem = DeadlineExceeded(f"{late.name} did not answer within {self._call_s:g} s.")
             self._quarantine(late, part.problem)
             part.again_at[late.seat.number, part.call.connection] = late.quarantined_until
@@ -191,6 +201,8 @@ class Seats:
         connection = (link.seat.number, link.connections)
         if connection not in part.again_at:  # a connection that failed before does not prove that a replica answers
             part.without_replica_since = None
+        if part.sends:
+            self.resent[part.reason] += len(rows.index_R)
         part.again_at[connection] = math.inf
         part.sends += 1
         part.sent_to = link

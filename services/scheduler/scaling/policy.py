@@ -19,9 +19,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from services.scheduler.scaling.signals import Load, Signals
-from services.scheduler.scaling.targets import ScaledRole, ScalingOptions, Target
+from services.scheduler.scaling.targets import Bounds, ScaledRole, ScalingOptions, Target
 
 UTILISATION: Mapping[ScaledRole, float] = {"experts": 0.7, "attention": 0.8, "gateway": 0.6}
 """Share of the time that a seat computes, of an attention worker's places, of a gateway's core."""
@@ -44,6 +45,11 @@ STALLED, MOSTLY_STALLED = 0.2, 0.5
 """Share of steps spent waiting for a shard group from which on it is the cause of TPOT, and of TTFT."""
 
 
+Reason = Literal["load", "latency", "floor", "ceiling", "hold", "unknown", "asleep"]
+"""Why so many replicas are wanted: for the load; for latencies that miss their targets; the minimum or the maximum;
+fewer would do, but not for long enough; loads that are not known; because the model sleeps."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Course:
     """What is remembered of one target. ``highest``: (time, replicas) with falling replicas, each the maximum of those
@@ -53,6 +59,8 @@ class Course:
     boost: float = 1.0
     need: float = 0.0
     ready: int = 0
+    reason: Reason = "hold"
+    """Why :attr:`wanted` is what it is."""
     came_at: float = -math.inf
     """When the ready replicas changed, fewer were wanted, or a boost rose: earlier latencies do not count."""
 
@@ -82,6 +90,14 @@ class State:
         """Replicas wanted."""
         return {
             target: 0 if self.asleep and target.sleeps else course.wanted for target, course in self.courses.items()
+        }
+
+    @property
+    def reasons(self) -> dict[Target, Reason]:
+        """Why these replicas are wanted."""
+        return {
+            target: "asleep" if self.asleep and target.sleeps else course.reason
+            for target, course in self.courses.items()
         }
 
 
@@ -115,16 +131,31 @@ def _next(course: Course, load: Load, target: Target, at: float, options: Scalin
     if load.useful is not None:
         need = min(need, math.ceil(load.useful * coming))
     bounds = options.bounds_of(target)
-    replicas = bounds.clamp(math.ceil(need - TOLERANCE))
+    enough = replicas = bounds.clamp(math.ceil(need - TOLERANCE))
     if replicas < course.wanted:
         replicas = min(course.wanted, bounds.clamp(math.ceil(need / ROOMY - TOLERANCE)))
-    if not load.known:
-        replicas = max(replicas, course.wanted)
+    unknown = not load.known and replicas < course.wanted
+    if unknown:
+        replicas = course.wanted
     recent = [(then, many) for then, many in course.highest if then > at - options.down_after_s and many > replicas]
     highest = (*recent, (at, replicas))
     changed = load.ready != course.ready or highest[0][1] < course.wanted
     came_at = at if changed else course.came_at
-    return Course(highest=highest, boost=course.boost, need=need, ready=load.ready, came_at=came_at)
+    wanted = highest[0][1]
+    reason: Reason = "unknown" if unknown and wanted == replicas else "hold"
+    if wanted == enough:
+        reason = _reason(need, course.boost, bounds)
+    return Course(highest=highest, boost=course.boost, need=need, ready=load.ready, reason=reason, came_at=came_at)
+
+
+def _reason(need: float, boost: float, bounds: Bounds) -> Reason:
+    """Return why as many replicas are wanted as ``need`` asks for, within ``bounds``."""
+    asked = math.ceil(need - TOLERANCE)
+    if asked < bounds.minimum:
+        return "floor"
+    if asked > bounds.maximum:
+        return "ceiling"
+    return "latency" if bounds.clamp(math.ceil(need / boost - TOLERANCE)) < asked else "load"
 
 
 def _boosted(course: Course, load: Load, target: Target, ratio: float | None, at: float, fading_s: float) -> Course:

@@ -209,6 +209,7 @@ def test_broken_numbers_are_noticed_before_a_token_is_drawn(make_engine: MakeEng
     engine.add(ask("bad", [NAN, *SHARED]))
     assert error_of(engine.step()) == "internal_error"
     assert engine.stats().kv_empty == engine.stats().kv_blocks
+    assert engine.stats().step_failures == {"not_finite": 1}
 
 
 def test_a_prompt_whose_scores_are_not_numbers_fails(make_engine: MakeEngine, tiny: Any) -> None:
@@ -226,6 +227,7 @@ def test_a_step_that_raises_ends_only_the_guilty_request(
     assert tokens(events["good"]) == tiny.greedy(SHARED, 8)
     assert tokens(events["also"]) == tiny.greedy(SHARED[1:], 8)
     assert error_of(events["bad"]) == "internal_error"
+    assert engine.stats().step_failures["error"] == 2, "the step, and the request that ran alone"
 
 
 def test_the_engine_outlives_a_broken_model(
@@ -248,7 +250,20 @@ def test_a_typed_error_of_the_link_reaches_the_requests(make_engine: MakeEngine)
             raise ExpertUnavailable("No replica is alive.")
 
     dead = DeadLink({layer: lambda x, _ids, _w: torch.zeros_like(x) for layer in range(3)}, num_experts=8)
-    assert error_of(run(make_engine(link=dead), ask("r", SHARED))["r"]) == "expert_unavailable"
+    engine = make_engine(link=dead)
+    assert error_of(run(engine, ask("r", SHARED))["r"]) == "expert_unavailable"
+    assert engine.stats().step_failures == {"experts": 1}
+
+
+def test_exchanges_of_every_step_are_timed(make_engine: MakeEngine) -> None:
+    engine = make_engine(max_num_seqs=1)
+    run(engine, ask("a", SHARED, 3, ignore_eos=True))
+    taken = engine.take_durations()
+    assert [step.transport for step in taken.exchanges] == ["local"] * engine.stats().steps
+    assert all(step.dispatch_s > 0 for step in taken.exchanges)
+    assert (len(list(taken.batch_waits)), len(list(taken.prefills))) == (1, 1)
+    again = engine.take_durations()
+    assert [*again.exchanges, *again.batch_waits, *again.prefills] == []
 
 
 def test_sizes_come_from_memory_or_from_blocks(make_engine: MakeEngine) -> None:

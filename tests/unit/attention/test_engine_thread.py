@@ -100,6 +100,19 @@ def test_an_idle_thread_takes_no_steps_and_wakes_at_once(rig: Rig) -> None:
     assert statistics.median(took_s) < 0.05
 
 
+def test_time_without_a_sequence_is_idle_and_no_other(rig: Rig) -> None:
+    until(lambda: rig.thread.idle_s > 0.1)
+    rig.engine.gate.clear()
+    rig.add("a", 3)
+    until(lambda: rig.thread.step is not None)
+    before = rig.thread.idle_s
+    time.sleep(0.1)
+    assert rig.thread.idle_s == before, "a step runs"
+    rig.engine.gate.set()
+    until(lambda: not rig.engine.has_work)
+    until(lambda: rig.thread.idle_s > before)
+
+
 def test_a_stop_takes_effect_before_the_next_step_and_nothing_follows(rig: Rig) -> None:
     rig.engine.gate.clear()
     rig.add("a", 1000)

@@ -53,6 +53,8 @@ class Harness:
     cache: bool = True
     max_model_len: int = 64
     now: int = 0
+    seconds: float = 1.0
+    """By the timer of durations."""
     events: list[TokenEvent] = field(default_factory=list)
     plans: list[StepPlan] = field(default_factory=list)
 
@@ -66,7 +68,7 @@ class Harness:
             prefix_cache=self.cache,
         )
         self.pool = BlockPool(self.blocks, self.block_size)
-        self.batch = BatchManager(limits, self.pool, lambda: self.now)
+        self.batch = BatchManager(limits, self.pool, lambda: self.now, lambda: self.seconds)
         self.slots: dict[int, tuple[int, ...]] = {}  # slot -> the prefix whose last token's KV it holds
 
     def step(self, outcome: Callable[[Piece], Outcome] | None = None) -> StepPlan:
@@ -481,3 +483,23 @@ def test_a_request_that_comes_while_others_only_decode_starts_with_the_next_step
     assert [piece.state.request.id for piece in pieces(run.step())] == ["b"]
     run.run()
     assert run.tokens("b") == expected(asked[1])
+
+
+def test_waits_and_prefills_are_timed_once_for_each_sequence() -> None:
+    bench = Harness(budget=4, seqs=1, blocks=16)
+    bench.add(ask("a", [1, 2, 3, 4, 5, 6], 2, ignore_eos=True), ask("b", [1, 2], 1, ignore_eos=True))
+    for _ in range(2):
+        bench.seconds += 10  # the first step of "a" is planned at 11, the second has its last chunk and its first token
+        bench.step()
+    assert (list(bench.batch.waits), list(bench.batch.prefills)) == ([10.0], [10.0])
+    bench.seconds += 5
+    bench.run()
+    assert (list(bench.batch.waits), list(bench.batch.prefills)) == ([10.0, 25.0], [10.0, 0.0])
+
+
+def test_a_preempted_sequence_does_not_wait_a_second_time() -> None:
+    bench = Harness(blocks=4, block_size=2, seqs=2, cache=False)
+    bench.add(ask("a", [1, 2, 3], 4, ignore_eos=True), ask("b", [1, 2], 5, ignore_eos=True))
+    bench.run()
+    assert bench.batch.counters.preemptions > 0
+    assert (len(bench.batch.waits), len(bench.batch.prefills)) == (2, 2)

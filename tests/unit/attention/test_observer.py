@@ -8,14 +8,16 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from services.attention.metrics import ExpertObserver, SharingObserver, StepObserver, TotalsObserver
-from services.attention.step.stats import EngineStats
+from services.attention.step.stats import Durations, EngineStats
 from services.errors import ProtocolMismatch, SeatLost, WireError
 from services.experts.observer import ExpertsObserver
 from services.fabric.faults import Faults
+from services.fabric.link import ExchangeTime
 from services.metrics import TOP_EXPERTS, ExpertMetrics, WorkerMetrics
 
 IDLE = EngineStats(
-    **dict.fromkeys([field.name for field in fields(EngineStats)], 0) | {"kv_blocks": 10, "kv_empty": 10}
+    **dict.fromkeys([field.name for field in fields(EngineStats)], 0)
+    | {"kv_blocks": 10, "kv_empty": 10, "step_failures": {}}
 )
 
 
@@ -70,6 +72,44 @@ def test_levels_totals_and_steps(registry: CollectorRegistry) -> None:
     assert value("requests_running") == 0
     assert value("kv_cache_usage_ratio") == 0
     assert value("engine_step_seconds_count") == 2
+
+
+def test_durations_and_failures_of_steps(registry: CollectorRegistry) -> None:
+    readings, taken = [IDLE], [Durations()]
+    trace = {"trace_id": "0af7651916cd43dd8448eb211c80319c"}
+    observer = StepObserver(WorkerMetrics(registry), lambda: readings[-1], lambda: taken.pop(), lambda: trace)
+    for step in (1, 2):
+        readings.append(
+            replace(IDLE, steps=step, step_seconds=0.25, step_failures={"error": step, "experts": 0, "not_finite": 1})
+        )
+        local, remote = ExchangeTime("local", 0.002, 0.001), ExchangeTime("tcp", 0.004, 0.05)
+        taken.append(Durations(batch_waits=[0.5, 1.5], prefills=[0.25], exchanges=[local, remote]))
+        observer.after_step()
+
+    def value(name: str, **labels: str) -> float | None:
+        return registry.get_sample_value(f"expertmesh_{name}", labels)
+
+    assert value("engine_busy_seconds_total") == 0.5
+    assert (value("request_batch_wait_seconds_count"), value("request_batch_wait_seconds_sum")) == (4, 4.0)
+    assert (value("request_prefill_seconds_count"), value("request_prefill_seconds_sum")) == (2, 0.5)
+    assert value("exchange_seconds_count", transport="local", part="combine") == 2
+    assert value("exchange_seconds_sum", transport="tcp", part="dispatch") == pytest.approx(0.008)
+    assert value("exchange_seconds_sum", transport="tcp", part="combine") == pytest.approx(0.1)
+    assert value("step_failures_total", reason="error") == 2
+    assert value("step_failures_total", reason="not_finite") == 1
+    [step_time] = [family for family in registry.collect() if family.name == "expertmesh_engine_step_seconds"]
+    assert [sample.exemplar.labels for sample in step_time.samples if sample.exemplar] == [trace]
+
+
+def test_totals_may_have_several_labels(registry: CollectorRegistry) -> None:
+    totals = {("tcp", "sent"): 10, ("nccl", "received"): 7}
+    observer = TotalsObserver(WorkerMetrics(registry).exchange_bytes, lambda: totals)
+    observer.refresh()
+    totals["tcp", "sent"] = 15
+    observer.refresh()
+    value = registry.get_sample_value
+    assert value("expertmesh_exchange_bytes_total", {"transport": "tcp", "direction": "sent"}) == 15
+    assert value("expertmesh_exchange_bytes_total", {"transport": "nccl", "direction": "received"}) == 7
 
 
 def test_expert_series_are_bounded_and_name_the_busiest(registry: CollectorRegistry) -> None:

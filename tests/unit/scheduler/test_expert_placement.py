@@ -12,8 +12,8 @@ import pytest
 from services.messages import ExpertInfo, SeatReport, SeatRows
 from services.queue.seats import SeatState
 from services.routing import RoutingTable, ShardGroup, even_groups
-from services.scheduler.experts import ExpertPlacement, are_whole, intentions
-from services.scheduler.load import LoadMeter
+from services.scheduler.experts import ExpertPlacement, PlacementEvents, are_whole, intentions
+from services.scheduler.load import LoadMeter, imbalance
 from services.scheduler.room import Shortage
 
 GROUPS = even_groups([1, 3], 8, 2)
@@ -345,3 +345,42 @@ async def test_what_something_else_is_about_to_end_is_out_of_the_next_table_unti
     leaving.clear()
     assert await placement.turn(1)
     assert redis.listed == [1, 2, 3]
+
+
+class Changes(PlacementEvents):
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, str]] = []
+
+    def changed(self, shard: int, change: str) -> None:
+        self.seen.append((shard, change))
+
+
+async def test_seats_that_join_leave_or_die_count_for_their_group() -> None:
+    first = [seat(1, 0), seat(2, 1), seat(3, 1)]
+    redis: Any = Quiet(published(*first), first)
+    changes = Changes()
+    placement = ExpertPlacement(redis, redis, groups=2, events=changes, clock=lambda: 1.0)
+    await placement.turn(1)
+    assert changes.seen == [], "the table that a leader finds is no change"
+    redis._seats = [seat(1, 0), seat(2, 1), seat(4, 0)]
+    await placement.turn(1)
+    assert changes.seen == [(1, "leave"), (0, "join")]
+    redis._seats, redis.died = [seat(2, 1), seat(4, 0)], [1]
+    await placement.turn(1)
+    assert changes.seen[2:] == [(0, "death")]
+
+
+@pytest.mark.parametrize(
+    ("numbers", "load", "ratio"),
+    [
+        ([(1, 0), (2, 1)], {layer: [1.0] * 8 for layer in (1, 3)}, 1.0),
+        ([(1, 0), (2, 1)], HOT, 1.8),
+        ([(1, 0), (3, 0), (2, 1)], HOT, 18 / 11),
+        ([(1, 0), (2, 1)], {layer: [0.0] * 8 for layer in (1, 3)}, None),
+        ([(1, 0), (2, 1)], None, None),
+    ],
+    ids=["even", "one group is hot", "and has two seats", "no rows", "unknown"],
+)
+def test_the_imbalance_is_the_highest_load_per_seat_over_the_mean(numbers: Any, load: Any, ratio: float | None) -> None:
+    found = imbalance(load, published(*(seat(number, group) for number, group in numbers)))
+    assert found == (ratio if ratio is None else pytest.approx(ratio))

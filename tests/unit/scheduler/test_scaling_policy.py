@@ -96,6 +96,18 @@ def test_bounds_hold_whatever_the_load() -> None:
     assert after(every_second(2, 200), state).targets == {HOT: 1, COLD: 1, ATTENTION: 1, GATEWAY: 2}
 
 
+def test_the_reason_for_what_is_wanted_is_named() -> None:
+    state = after([at(1, {HOT: 2.0, COLD: 99.0})])
+    assert [state.reasons[target] for target in ALL] == ["load", "ceiling", "load", "floor"]
+    assert after([at(2)], state).reasons[HOT] == "hold", "fewer would do"
+    assert after([at(2, unknown=[HOT])], state).reasons[HOT] == "unknown"
+    assert after([at(70), at(75)], state).reasons[HOT] == "load"
+    slow = after(every_second(1, REACTION_S + 5, work={HOT: 0.6}, tpot=2.0, stall={HOT: 0.5}))
+    assert (slow.targets[HOT], slow.reasons[HOT]) == (2, "latency")
+    asleep = after(every_second(1, 40, active=False), options=SLEEPY)
+    assert [asleep.reasons[target] for target in ALL] == ["asleep", "asleep", "asleep", "floor"]
+
+
 def test_a_shard_group_may_have_bounds_of_its_own() -> None:
     own = replace(SLEEPY, shards={0: Bounds(minimum=3, maximum=4)})
     assert after([at(1)], options=own).targets[HOT] == 3

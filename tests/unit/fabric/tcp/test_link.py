@@ -283,6 +283,7 @@ def test_the_only_replica_is_asked_again_over_a_new_connection(served: Serve) ->
     server._loop._compute = cutting
     with linked(table_at(server), unavailable_s=LIMIT_S) as link:
         assert doubles(link)
+        assert link.resent_rows() == {"lost": 2 * len(ONES)}
     assert len(cut) == 2
 
 
@@ -307,7 +308,23 @@ def test_an_error_is_retried_elsewhere(served: Serve) -> None:
     broken, well = served(lambda *_: 1 / 0), served()
     with linked(table_at(broken, well)) as link:
         assert doubles(link)
+        assert link.resent_rows() == {"failed": len(ONES)}
     assert broken.counts.failed == 1
+
+
+def test_rows_that_arrive_are_not_sent_again_and_all_bytes_are_counted(served: Serve) -> None:
+    with linked(table_at(served())) as link:
+        send(link, torch.ones(1, 4))
+        few = link.exchanged_bytes()
+        send(link, torch.ones(101, 4))
+        many = link.exchanged_bytes()
+        assert link.resent_rows() == {}
+        assert link.transport == "tcp"
+    row = 4 * 4
+    assert many["tcp", "sent"] - 2 * few["tcp", "sent"] < 100 * row + 100 * 4, "the greeting is sent once"
+    assert many["tcp", "sent"] - few["tcp", "sent"] >= 101 * (row + 4), "rows with an id each"
+    assert many["tcp", "received"] - few["tcp", "received"] >= 101 * row
+    assert ("nccl", "sent") not in many
 
 
 def test_a_server_whose_compute_thread_died_says_so_and_answers_nobody(served: Serve) -> None:
@@ -351,6 +368,7 @@ def test_nan_of_one_replica_is_its_own(served: Serve, caplog: pytest.LogCaptureF
     with caplog.at_level(logging.WARNING), linked(table_at(sick, well)) as link:
         for _ in range(3):
             assert doubles(link)
+        assert link.resent_rows() == {"not_finite": len(ONES)}
     assert sick.counts.calls == 1
     assert len(quarantine_lines(caplog)) == 1
     assert "seat 0" in quarantine_lines(caplog)[0]
@@ -385,6 +403,7 @@ def test_an_answer_of_another_shape_puts_the_seat_into_quarantine(
         assert doubles(link)
         assert doubles(link)
         assert (wrong.counts.calls, well.counts.calls) == (1, 2)
+        assert link.resent_rows() == {"bad_answer": len(ONES)}
         assert len(quarantine_lines(caplog)) == 1
         until(lambda: send(link, ONES) is not None and wrong.counts.calls == 2)  # in time it may take calls again
 
@@ -394,6 +413,7 @@ def test_a_late_answer_is_dropped(served: Serve) -> None:
     slow, well = served(latch), served()
     with linked(table_at(slow, well), call_s=1.0) as link:
         assert doubles(link)
+        assert link.resent_rows() == {"late": len(ONES)}
         assert latch.entered.acquire(timeout=LIMIT_S)
         latch.open.set()
         until(lambda: slow.counts.calls == 1 and slow.rows_in_flight == 0)
@@ -529,6 +549,7 @@ def test_a_leaving_answer_is_resent(served: Serve) -> None:
     with linked(table_at(leaving, staying)) as link:
         leaving._leaving = True
         assert doubles(link)
+        assert link.resent_rows() == {"leaving": len(ONES)}
     assert (leaving.counts.calls, staying.counts.calls) == (0, 1)
 
 
