@@ -1,4 +1,5 @@
-"""Renders the chart into manifests/, one folder for each profile, ready for kustomize. `--check` compares instead.
+"""Renders the chart into manifests/, one folder for each profile and one for observability, ready for
+kustomize. `--check` compares instead.
 
 Secrets are not rendered, because every rendering would draw new ones: manifests/README.md says how to make them.
 """
@@ -9,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -16,6 +18,12 @@ CHART = ROOT / "helm/expertmesh"
 OUT = ROOT / "manifests"
 PROFILES = {"dev": [], "single-node": ["model.hostPath.path=/models/model"], "multi-node": []}
 """What each profile needs beyond its file."""
+OBSERVABILITY = {
+    "dashboards-configmap.yaml": "dashboards.enabled=true",
+    "podmonitor.yaml": "metrics.podMonitor.enabled=true",
+    "prometheusrule.yaml": "metrics.prometheusRule.enabled=true",
+}
+"""Templates of the folder ``observability``, which fits each profile, and the value that each needs."""
 _SECRETS = {
     "redis.auth.existingSecret": "expertmesh-redis",
     "redis.acl.existingSecret": "expertmesh-redis-users",
@@ -43,18 +51,31 @@ def helm() -> str:
 def rendered(profile: str) -> str:
     """The objects of ``profile``, as `helm template` prints them."""
     values = [*PROFILES[profile], *(f"{name}={secret}" for name, secret in _SECRETS.items())]
-    command = [helm(), "template", "expertmesh", str(CHART), "--namespace", "expertmesh", "--no-hooks"]
-    command += ["--values", str(CHART / f"values-{profile}.yaml")]
+    return _template(values, "--values", str(CHART / f"values-{profile}.yaml"))
+
+
+def observability() -> str:
+    """Dashboards, alerts and what Prometheus scrapes, for a server of any profile."""
+    return _template(OBSERVABILITY.values(), *(word for name in OBSERVABILITY for word in _only(name)))
+
+
+def _only(template: str) -> tuple[str, str]:
+    return "--show-only", f"templates/{template}"
+
+
+def _template(values: Iterable[str], *words: str) -> str:
+    command = [helm(), "template", "expertmesh", str(CHART), "--namespace", "expertmesh", "--no-hooks", *words]
     command += [word for value in values for word in ("--set", value)]
     return subprocess.run(command, check=True, capture_output=True, text=True, env=os.environ).stdout
 
 
 def results() -> dict[Path, str]:
     """File -> what it should hold."""
+    objects = {profile: rendered(profile) for profile in PROFILES} | {"observability": observability()}
     return {
-        OUT / profile / name: text
-        for profile in PROFILES
-        for name, text in (("expertmesh.yaml", rendered(profile)), ("kustomization.yaml", _KUSTOMIZATION))
+        OUT / folder / name: text
+        for folder, rendering in objects.items()
+        for name, text in (("expertmesh.yaml", rendering), ("kustomization.yaml", _KUSTOMIZATION))
     }
 
 

@@ -10,7 +10,7 @@ SELECTOR = 'namespace=~"$namespace",app_kubernetes_io_instance=~"$release",job=~
 WINDOW = "$__rate_interval"
 """Grafana's own: at least four scrapes long, whatever the zoom."""
 WORKER = "pod, role, exported_instance"
-"""Labels that tell workers apart: of pods, and of processes that share a page."""
+"""Labels that set workers apart: of pods, and of processes that share a page."""
 WORKER_LEGEND = "{{pod}} {{role}} {{exported_instance}}"
 
 

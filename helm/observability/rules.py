@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 OWNER = "namespace, app_kubernetes_io_instance, job"
-"""Labels that tell servers apart under one Prometheus: of the chart's PodMonitor, and of a scrape of `serve`."""
+"""Labels that set servers apart under one Prometheus: of the chart's PodMonitor, and of a scrape of `serve`."""
 SERIES = "<series>"
 _SELECTOR = re.compile(r"\{<series>(,?)")
 _VALUE = re.compile(r"<(\w+)>")

@@ -42,6 +42,7 @@ OPTIONS = {
         *("fabric.tls.enabled=true", "fabric.tls.secretName=fabric-tls", "fabric.lane=tcp"),
     ],
     "no keys, no policies": ["auth.enabled=false", "networkPolicy.enabled=false", "metrics.podMonitor.enabled=true"],
+    "observed": ["dashboards.enabled=true", "metrics.podMonitor.enabled=true", "metrics.prometheusRule.enabled=true"],
     "autoscaled": [
         *("autoscaling.enabled=true", "metrics.podMonitor.enabled=true", "metrics.prometheusRule.enabled=true"),
         *(
@@ -204,7 +205,7 @@ def test_the_rest_may_change(bare_cluster: Cluster, standing: str, settings: lis
     assert " configured (server dry run)" in bare_cluster.dry_run(standing, text)
 
 
-@pytest.mark.parametrize("profile", PROFILES)
+@pytest.mark.parametrize("profile", [*PROFILES, "observability"])
 @pytest.mark.usefixtures("namespace")
 def test_the_manifests_are_accepted(bare_cluster: Cluster, profile: str) -> None:
     folder = ROOT / "manifests" / profile

@@ -1,4 +1,4 @@
-"""Autoscaler: what it needs, wants, told Kubernetes and got, and why."""
+"""Autoscaler: what it needs, wants, set in Kubernetes and got, and why."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from observability.queries import most, quantile
 _SEEN = {
     "needed": "needed_replicas",
     "wanted": "wanted_replicas",
-    "told": "told_replicas",
+    "set": "told_replicas",
     "ready": "ready_replicas",
 }
 _ROLES = {"gateway": "Gateways", "attention": "Attention workers", "experts": "Expert workers, by shard group"}
@@ -21,9 +21,9 @@ def _replicas(role: str) -> timeseries.Panel:
         title=_ROLES[role],
         unit="none",
         shows="Replicas that the load needs, that the leader wants after rounding, bounds and delays, that "
-        "Kubernetes was told, and that are ready. Told and ready are absent outside a cluster.",
-        act="where two neighbours part: needed and wanted, see why below; wanted and told, is KEDA there (runbook "
-        "replicas-not-followed); told and ready, do pods start (runbook replicas-not-ready)?",
+        "Kubernetes is set to, and that are ready. Both of the latter are absent outside a cluster.",
+        act="where two neighbours part: needed and wanted, see why below; wanted and set, is KEDA there (runbook "
+        "replicas); set and ready, do pods start (runbook replicas)?",
         span=24 if role == "experts" else 12,
     )
     shown = " {{shard}}" if role == "experts" else ""
@@ -44,8 +44,7 @@ _WHY = Row(
                 shows="The reason that holds for each role and shard group: load, latency (a boost), floor and "
                 "ceiling (bounds), hold (fewer would do, but not for long enough), unknown (loads are missing), "
                 "asleep.",
-                act="a ceiling that stays: runbook at-most-replicas. Unknown that stays: does the leader reach its "
-                "workers?",
+                act="a ceiling that stays: runbook capacity. Unknown that stays: does the leader reach its workers?",
                 span=24,
                 height=10,
             ),
@@ -60,8 +59,8 @@ _WHY = Row(
                 title="Boost",
                 unit="none",
                 shows="Factor by which latency targets raise the demand above what the load alone needs; 1 is none.",
-                act="a boost that stays means that the load's estimate is too low for the targets: see "
-                "--scale-requests.",
+                act="a boost that stays says that the load alone does not explain the latency: prompts are long, or "
+                "workers slow.",
                 limits=Limits(amber=1.5, red=2),
             ),
             Query(expr=most("scaling_boost", "role, shard"), legend="{{role}} {{shard}}"),
@@ -113,6 +112,6 @@ _WHY = Row(
 BOARD = Board(
     name="autoscaler",
     title="Autoscaler",
-    shows="Replicas needed, wanted, told to Kubernetes and ready, by role and shard group, and the reasons for them.",
+    shows="Replicas needed, wanted, set in Kubernetes and ready, by role and shard group, and the reasons for them.",
     rows=(_COUNTS, _WHY),
 )

@@ -28,7 +28,7 @@ _HEAT = Row(
                 shows="Rows by second and replica of the busiest shard group, divided by the mean of all groups; 1 "
                 "is even.",
                 act="runbook hot-shard. Replicas follow the load by themselves; where they are at their most, raise "
-                "it or cut the experts anew.",
+                "it or cut the experts.",
                 limits=Limits(amber=1.5, red=2.5),
             ),
             Query(expr=most("shard_imbalance_ratio"), legend="busiest / mean"),
@@ -99,7 +99,7 @@ _REPLICAS = Row(
                 title="Replicas that came, left and died",
                 unit="none",
                 shows="Changes of seats in the last ten minutes, by shard group and kind.",
-                act="deaths: runbook worker-restarts. Joins and leaves are the autoscaler or a rollout.",
+                act="deaths: runbook restarts. Joins and leaves are the autoscaler or a rollout.",
                 limits=Limits(amber=3, red=10),
             ),
             Query(
@@ -113,7 +113,7 @@ _REPLICAS = Row(
                 unit="none",
                 shows="Epoch of the routing table, and completed changes of the shard groups' cut: each step is a "
                 "change.",
-                act="an epoch that climbs all the time is a worker that comes and goes.",
+                act="an epoch that grows all the time is a worker that comes and goes.",
             ),
             Query(expr=most("routing_table_epoch"), legend="epoch"),
             Query(expr=most("repartitions_total"), legend="cuts"),

@@ -55,7 +55,7 @@ _OBJECTIVES = Row(
                 unit="none",
                 shows="How many times faster than the objective allows requests miss their targets. At 1 the error "
                 "budget of a month lasts a month, at 14.4 two days.",
-                act="runbook slo-burn. See which objective burns below.",
+                act="runbook slo. See which objective burns below.",
                 limits=Limits(amber=1, red=14.4),
                 span=6,
                 height=5,
@@ -170,7 +170,7 @@ _FAULTS = Row(
                 unit="ops",
                 shows="Attempts lost with a worker and submitted again, attempts given up since no replica of some "
                 "experts answered, steps run again, and requests put out of the batch since KV blocks ran out.",
-                act="attempts: which worker ended, and why (workers). Steps: runbook steps-repeated. Preemptions: "
+                act="attempts: which worker ended, and why (workers). Steps: runbook steps. Preemptions: "
                 "runbook kv-cache.",
                 limits=Limits(amber=0.1, red=1),
             ),
@@ -201,7 +201,7 @@ _PARTS = Row(
                 title="Leaders",
                 unit="none",
                 shows="Schedulers that lead. There is to be one for each release; without it no request is assigned.",
-                act="runbook no-leader: is Redis there, do schedulers run?",
+                act="runbook leader: is Redis there, do schedulers run?",
                 limits=Limits(amber=1, red=0.5, below=True),
                 span=6,
                 height=5,
@@ -213,7 +213,7 @@ _PARTS = Row(
                 title="Attention workers",
                 unit="none",
                 shows="Attention workers with a valid lease.",
-                act="none with requests in the queue: runbook asleep-with-requests.",
+                act="none with requests in the queue: runbook replicas.",
                 limits=Limits(amber=1, red=0.5, below=True),
                 span=6,
                 height=5,
@@ -225,7 +225,7 @@ _PARTS = Row(
                 title="Dead letters",
                 unit="none",
                 shows="Requests that are not tried again, since they lost too many workers.",
-                act="runbook dead-letters: `expertmesh queue list` explains each.",
+                act="runbook lost-requests: `expertmesh queue list` explains each.",
                 limits=Limits(amber=1, red=1),
                 span=6,
                 height=5,
@@ -250,7 +250,7 @@ _PARTS = Row(
                 unit="none",
                 shows="Whether the metrics of each process could be read: by Prometheus, and, for processes that "
                 "share a page, by whoever has that page.",
-                act="runbook targets-down.",
+                act="runbook targets.",
                 limits=Limits(amber=1, red=1, below=True),
                 span=24,
             ),

@@ -46,7 +46,7 @@ _DEVICES = Row(
                 title="Starts of processes",
                 unit="none",
                 shows="Starts within 15 minutes of each process of `serve` and of each worker of a machine.",
-                act="runbook worker-restarts: its log says why it ends.",
+                act="runbook restarts: its log says why it ends.",
                 limits=Limits(amber=2, red=3),
             ),
             Query(
@@ -190,7 +190,7 @@ _STEP = Row(
                 unit="percentunit",
                 shows="Share of steps that ran again since an expert worker was lost or late, and of those that "
                 "failed, by reason.",
-                act="runbook steps-repeated.",
+                act="runbook steps.",
                 limits=Limits(amber=0.001, red=0.01),
             ),
             Query(expr=share(rate("repeated_steps_total"), _STEPS), legend="again"),
@@ -266,7 +266,6 @@ _STEP = Row(
                 unit="percentunit",
                 shows="Share of time with steps running, one row for each attention worker.",
                 act="a row that stays cold gets no requests; one that stays hot gets too many.",
-                span=24,
             ),
             Query(expr=rate("engine_busy_seconds_total", WORKER), legend=WORKER_LEGEND),
         ),

@@ -45,7 +45,7 @@ class Case:
         fires: each is enough to make it fire at ``at`` minutes.
         quiet: none is.
         labels: what the alert that fires has beyond the labels that it ``keeps`` of the scrape.
-        keeps: those that tell servers apart (owner), the pod as well, all, or those that its own selector names.
+        keeps: those that set servers apart (owner), the pod as well, all, or those that its own selector names.
     """
 
     alert: str

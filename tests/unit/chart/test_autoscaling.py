@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from testkit.kube.chart import KEDA, SCALED, Objects, Render, config, container, named, pods
 
-ON = (*SCALED, "metrics.prometheusRule.enabled=true")
+ON = SCALED
 NAMES = {"gateway", "attention", "experts-0", "experts-1"}
 
 
@@ -92,10 +91,6 @@ def test_bounds_are_those_of_the_role_or_of_the_group(render: Render) -> None:
     settings = config(rendered, "scheduler")
     assert (settings["min_replicas"], settings["max_replicas"], settings["max_attention"]) == (2, 6, 9)
     assert settings["shard_replicas"] == "0=1:6,1=2:8"
-    rules = named(rendered, "PrometheusRule", "alerts")["spec"]["groups"][0]["rules"]
-    [asked] = [rule["expr"] for rule in rules if rule["alert"] == "ExpertmeshAtMostReplicas"]
-    alerts = set(re.findall(r'role="(\w+)"(?:,shard(!?[~=]+"\d+"))?\}\) >= (\d+)', asked))
-    assert alerts == {("attention", "", "9"), ("gateway", "", "4"), ("experts", '!~"1"', "6"), ("experts", '="1"', "8")}
 
 
 def test_the_scheduler_reads_its_configuration(render: Render, read: Callable[..., Any]) -> None:
@@ -174,19 +169,3 @@ def test_what_is_scraped_otherwise_is_found_by_its_labels(render: Render) -> Non
     settings = (SCALED[0], SCALED[2], 'autoscaling.prometheus.matchers=job="mesh"')
     for spec in scaled(render(*settings, apis=KEDA)).values():
         assert '{job="mesh",role=' in spec["triggers"][0]["metadata"]["query"]
-
-
-def test_alerts_ask_for_series_that_there_are(rendered: Objects) -> None:
-    from prometheus_client import CollectorRegistry, generate_latest
-
-    from services.metrics import SchedulerMetrics
-
-    registry = CollectorRegistry()
-    SchedulerMetrics(registry)
-    known = set(re.findall(r"^# TYPE (\w+)", generate_latest(registry).decode(), re.M))
-    rules = named(rendered, "PrometheusRule", "alerts")["spec"]["groups"][0]["rules"]
-    asked = {name for rule in rules for name in re.findall(r"expertmesh_\w+", rule["expr"])}
-    assert len(rules) >= 6
-    assert asked <= known
-    assert all(rule["annotations"]["summary"] for rule in rules)
-    assert "app.kubernetes.io/instance" in named(rendered, "PodMonitor", "roles")["spec"]["podTargetLabels"]

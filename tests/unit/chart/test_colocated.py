@@ -122,19 +122,6 @@ def test_what_a_worker_with_a_seat_has_no_choice_about_is_refused(refused: Calla
     assert found == {f"{where}.{name}" for name in names}
 
 
-def test_workers_that_end_inside_a_pod_that_runs_on_are_alerted_on(render: Render) -> None:
-    alerts = ("ExpertmeshWorkerStartsAgain", "ExpertmeshWorkerAway")
-    rules = "metrics.prometheusRule.enabled=true"
-    groups = named(render(*SEATS, rules), "PrometheusRule", "alerts")["spec"]["groups"]
-    found = {rule["alert"]: rule for rule in groups[0]["rules"] if rule["alert"] in alerts}
-    assert set(found) == {*alerts}
-    series = 'namespace="there",app_kubernetes_io_instance="mesh"'
-    assert found[alerts[0]]["expr"] == f"increase(expertmesh_worker_starts_total{{{series}}}[15m]) > 2"
-    assert series in found[alerts[1]]["expr"]
-    others = named(render(rules), "PrometheusRule", "alerts")["spec"]["groups"][0]["rules"]
-    assert not {rule["alert"] for rule in others} & {*alerts}
-
-
 def test_the_notes_say_what_a_pod_runs(notes: Callable[..., str]) -> None:
     says = "mesh-expertmesh-attention runs 4 attention worker(s), which hold 2 shard group(s) of the experts"
     assert says in notes(*SEATS, "attention.colocated.groups=2")
