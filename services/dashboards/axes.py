@@ -72,7 +72,10 @@ def scale(
 def ticks(found: Scale, unit: str, decimals: int | None, count: int) -> list[Tick]:
     """Return about ``count`` ticks at round values, with labels that differ."""
     values = _powers(found, count) if found.log else _rounds(found, unit, count)
-    labels = [units.text(value, unit, decimals) for value in values]
+    if unit == "s" and values and values[-1] >= 60 and any(value % 60 for value in values):
+        labels = [f"{value:g} s" for value in values]  # 80 s, not 1.33 min
+    else:
+        labels = [units.text(value, unit, decimals) for value in values]
     more = 0 if decimals is None else decimals
     while len(set(labels)) < len(labels) and more < 8:
         more += 1

@@ -11,6 +11,7 @@ import pytest
 from testkit.prometheus import dashboard, panel
 
 from services.dashboards.axes import Tick
+from services.dashboards.colors import css
 from services.dashboards.draw import panel as drawn_panel
 from services.dashboards.draw.chart import Axis
 from services.dashboards.draw.heatmap import buckets, level
@@ -236,6 +237,20 @@ def test_names_of_others_are_text(kind: str) -> None:
     assert "<script" not in text
     assert "&lt;script&gt;" in text
     assert f'style="--c:{HOSTILE}' not in text
+
+
+@pytest.mark.parametrize(
+    ("name", "becomes"),
+    [
+        ("semi-dark-orange", "var(--orange)"),
+        ("#a1B2c3", "#a1B2c3"),
+        ("transparent", "transparent"),
+        ("#fff;background:url(there)", "var(--text)"),
+        ("text", "var(--text)"),
+    ],
+)
+def test_a_colour_is_a_colour_and_nothing_else(name: str, becomes: str) -> None:
+    assert css(name) == becomes
 
 
 def test_markup_is_made_by_elements_alone() -> None:

@@ -84,6 +84,7 @@ def test_places_are_shares_of_the_axis() -> None:
         (Scale(low=0, high=0.96), "s", ["0 s", "200 ms", "400 ms", "600 ms", "800 ms"]),
         (Scale(low=0, high=100), "", ["0", "20", "40", "60", "80", "100"]),
         (Scale(low=0, high=4 << 30), "bytes", ["0 B", "1 GiB", "2 GiB", "3 GiB", "4 GiB"]),
+        (Scale(low=0, high=84), "s", ["0 s", "20 s", "40 s", "60 s", "80 s"]),
         (Scale(low=0, high=600), "s", ["0 s", "5 min", "10 min"]),
         (Scale(low=0.001, high=10, log=10), "s", ["1 ms", "10 ms", "100 ms", "1 s", "10 s"]),
         (

@@ -77,11 +77,12 @@ async def test_a_page_needs_nothing_else_and_has_the_layout() -> None:
     row = {"type": "row", "title": "Second", "gridPos": {"y": 8, "h": 1, "w": 24, "x": 0}, "collapsed": True}
     folded = panel("stat", "c", gridPos={"h": 4, "w": 6, "x": 18, "y": 11})
     first = panel("timeseries", "a", gridPos={"h": 8, "w": 14, "x": 10, "y": 0}, title="on $r", description="of $r")
-    made = dashboard(first, row | {"panels": [folded, panel("stat", "d", gridPos={"h": 4, "w": 6, "x": 0, "y": 9})]})
+    made = dashboard(first, row | {"panels": [folded, panel("stat", "d", gridPos={"h": 4, "w": 24, "x": 6, "y": 9})]})
     result = await drawn(made, StandIn(series=found), r=Value(values=["x"]))
     text = page([result], Frame(source="there", span=SPAN, refresh_s=10))
     assert 'style="--x:11;--w:14;--y:1;--h:8"><h3>on x</h3><p class="about" title="of x">of x</p>' in text
     assert 'style="--x:19;--w:6;--y:3;--h:4"' in text
+    assert 'style="--x:1;--w:24;--y:1;--h:4"' in text, "one that is too far to the right is moved, as Grafana does"
     assert "<details><summary>Second</summary>" in text
     assert [found.title for found in rows(made)] == [None, "Second"]
     assert '<meta http-equiv="refresh" content="10">' in text
