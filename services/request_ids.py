@@ -45,7 +45,9 @@ def request_id_of(sequence: str) -> str:
     return base.rpartition(".")[0] or base
 
 
-def about(sequence: str, attempt: int | None = None) -> dict[str, object]:
-    """Return the fields of a log line about a sequence, or about one attempt of it, for ``extra``."""
-    ids: dict[str, object] = {"request_id": request_id_of(sequence), "sequence": sequence}
-    return ids if attempt is None else ids | {"attempt": attempt}
+def about(sequence: str, attempt: int | None = None, tenant: str | None = None) -> dict[str, object]:
+    """Return the fields of a log line about a sequence of ``tenant``, or about one attempt of it, for ``extra``."""
+    fields: dict[str, object] = {"request_id": request_id_of(sequence), "sequence": sequence}
+    if attempt is not None:
+        fields["attempt"] = attempt
+    return fields | ({"tenant": tenant} if tenant else {})

@@ -13,6 +13,8 @@ class InFlightRequests:
 
     def __init__(self) -> None:
         self._attempts: dict[str, int] = {}
+        self.tenants: dict[str, str] = {}
+        """Request id -> tenant, of the same requests."""
         self._empty = asyncio.Event()
         self._empty.set()
 
@@ -23,18 +25,19 @@ class InFlightRequests:
         """Return a copy, for a heartbeat."""
         return dict(self._attempts)
 
-    def open(self, request_id: str, attempt: int) -> bool:
-        """Hold ``attempt``; False if it or a later one is already held."""
+    def open(self, request_id: str, attempt: int, tenant: str = "") -> bool:
+        """Hold ``attempt`` of a request of ``tenant``; False if it or a later one is already held."""
         if self._attempts.get(request_id, 0) >= attempt:
             return False
         self._attempts[request_id] = attempt
+        self.tenants[request_id] = tenant
         self._empty.clear()
         return True
 
     def close(self, request_id: str, attempt: int) -> None:
         """Drop ``attempt`` and those before it."""
         if self._attempts.get(request_id, attempt + 1) <= attempt:
-            del self._attempts[request_id]
+            del self._attempts[request_id], self.tenants[request_id]
         if not self._attempts:
             self._empty.set()
 

@@ -19,20 +19,22 @@ def log_start(request: GenerateRequest) -> None:
     """Log that an attempt begins."""
     if log.isEnabledFor(logging.DEBUG):
         counts = {"prompt_tokens": request.prompt_len, "delivered": request.delivered, "queue_ms": request.queued_ms}
-        log.debug("started", extra={**about(request.id, request.attempt), **counts})
+        log.debug("started", extra={**about(request.id, request.attempt, request.tenant), **counts})
 
 
-def log_end(event: TokenEvent) -> None:
-    """Log the end of a request, which ``event`` brings."""
+def log_end(event: TokenEvent, tenant: str | None = None) -> None:
+    """Log the end of a request of ``tenant``, which ``event`` brings."""
     level = logging.DEBUG if event.error is None else logging.INFO
     if log.isEnabledFor(level):
         ended = {"finish": event.finish, "completion_tokens": event.index + (event.token_id is not None)}
         error = {"error": event.error.code, "why": event.error.message} if event.error else {}
-        log.log(level, "ended", extra={**about(event.request_id, event.attempt), **ended, **error})
+        log.log(level, "ended", extra={**about(event.request_id, event.attempt, tenant), **ended, **error})
 
 
-def log_attempts(what: str, attempts: Mapping[str, int], level: int = logging.INFO) -> None:
-    """Log ``what`` of each of ``attempts`` (sequence -> attempt)."""
+def log_attempts(
+    what: str, attempts: Mapping[str, int], level: int = logging.INFO, *, tenants: Mapping[str, str] | None = None
+) -> None:
+    """Log ``what`` of each of ``attempts`` (sequence -> attempt); ``tenants`` has their tenants, where known."""
     if log.isEnabledFor(level):
         for sequence, attempt in attempts.items():
-            log.log(level, what, extra=about(sequence, attempt))
+            log.log(level, what, extra=about(sequence, attempt, (tenants or {}).get(sequence)))

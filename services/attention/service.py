@@ -24,7 +24,7 @@ from services.attention.step.engine import Engine
 from services.attention.worker import AttentionWorker, EngineStuck, WorkerOptions
 from services.config import ATTENTION, Settings
 from services.messages import WorkerInfo, WorkerLoad
-from services.metrics import WorkerMetrics
+from services.metrics import VllmNames, WorkerMetrics, of_worker
 from services.model.device import show_memory
 from services.queue.clock import RedisClock
 from services.queue.keys import Keys
@@ -63,6 +63,8 @@ class AttentionService:
         self._colocated = colocated
         self._clock = RedisClock(redis)
         self._metrics = WorkerMetrics(registry)
+        if settings.metrics_vllm_names:
+            registry.register(VllmNames(of_worker(self._metrics), lambda: settings.model_name))
         self._keys, self._limits = Keys(settings.namespace), QueueLimits.of(settings)
         self._quarantine = Quarantine.of(redis, settings, ATTENTION, self._metrics.unreadable)
         self._queue = WorkerQueue(redis, self._keys, self._limits, quarantine=self._quarantine)

@@ -158,7 +158,7 @@ class AttentionWorker:
             await first_done(*background, self._serve(stop))
             await first_done(*background, self._drain())
         except EngineError as error:
-            log_attempts("lost an attempt: its worker ends", self.held())
+            self._log_attempts("lost an attempt: its worker ends", self.held())
             if isinstance(error, EngineStuck):
                 halt = self._thread.abandon
             raise
@@ -199,11 +199,11 @@ class AttentionWorker:
     def _handle(self, message: InboxMessage) -> None:
         match message:
             case Assign(request):
-                if self._in_flight.open(request.id, request.attempt):
+                if self._in_flight.open(request.id, request.attempt, request.tenant):
                     log_start(request)
                     self._thread.send(Add(request))
             case Cancel(request_id, attempt):
-                log_attempts("cancelled", {request_id: attempt}, logging.DEBUG)
+                self._log_attempts("cancelled", {request_id: attempt}, logging.DEBUG)
                 self._abandon(request_id, attempt)
 
     def _abandon(self, request_id: str, attempt: int) -> None:
@@ -213,7 +213,7 @@ class AttentionWorker:
 
     def _abandon_all(self, attempts: Mapping[str, int]) -> None:
         """Stop attempts that Redis calls ended, cancelled or lost. Most belong to clients that got what they wanted."""
-        log_attempts("stopped: Redis has no such attempt any more", attempts, logging.DEBUG)
+        self._log_attempts("stopped: Redis has no such attempt any more", attempts, logging.DEBUG)
         for request_id, attempt in attempts.items():
             self._abandon(request_id, attempt)
 
@@ -231,21 +231,24 @@ class AttentionWorker:
 
     async def _give_up(self, attempts: Mapping[str, int], error: ErrorInfo) -> None:
         log.warning("giving up %d requests: %s", len(attempts), error.message)
-        log_attempts("gave up an attempt: its experts cannot be reached", attempts)
+        self._log_attempts("gave up an attempt: its experts cannot be reached", attempts)
         for request_id, attempt in attempts.items():  # first: the same attempt may be assigned before the reply
             self._in_flight.close(request_id, attempt)
         await self._queue.give_up(self._info.id, attempts, error)
         self._on_given_up(len(attempts))
 
     def _note_published(self, events: Sequence[TokenEvent], refused: Mapping[str, int]) -> None:
+        self._abandon_all(refused)
         for event in events:
             if event.finish is not None and not _given_up(event):
                 if event.request_id not in refused:
-                    log_end(event)
+                    log_end(event, self._in_flight.tenants.get(event.request_id))
                 self._in_flight.close(event.request_id, event.attempt)
-        self._abandon_all(refused)
         if refused:
             self._on_refused(len(refused))
+
+    def _log_attempts(self, what: str, attempts: Mapping[str, int], level: int = logging.INFO) -> None:
+        log_attempts(what, attempts, level, tenants=self._in_flight.tenants)
 
     async def _drain(self) -> None:
         """Give back requests that have not begun, let others end in time, hand the rest over. None counts as failed."""
@@ -260,7 +263,7 @@ class AttentionWorker:
                 await self._in_flight.emptied()
         except TimeoutError:
             log.warning("drain timeout reached; handing over %d requests to other workers", len(self._in_flight))
-            log_attempts("handed over an attempt", self.held())
+            self._log_attempts("handed over an attempt", self.held())
         await asyncio.to_thread(self._thread.stop)
         self._backpressure.end()
         try:
@@ -273,7 +276,7 @@ class AttentionWorker:
     async def _hand_back(self) -> None:
         held = self._in_flight.held()
         back = {name: held[name] for name in await self._queue.hand_back(self._info.id) if name in held}
-        log_attempts("returned an attempt that had not started", back)
+        self._log_attempts("returned an attempt that had not started", back)
         for request_id, attempt in back.items():
             self._abandon(request_id, attempt)
 

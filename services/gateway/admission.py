@@ -47,7 +47,7 @@ class Admission:
         job.admitted = True
         if log.isEnabledFor(logging.DEBUG):
             for choice in job.choices:
-                log.debug("admitted", extra={**about(choice.request.id, choice.request.attempt), "tenant": job.tenant})
+                log.debug("admitted", extra=about(choice.request.id, choice.request.attempt, job.tenant))
 
     async def _enqueue(self, job: Job, origin: Origin, limits: TenantLimits | None) -> list[GenerateRequest]:
         requests, prompts = [choice.request for choice in job.choices], job.prompts

@@ -20,6 +20,7 @@ from services.gateway.offload import Offload
 from services.gateway.parse import B, Parser
 from services.gateway.ports import Queue
 from services.metrics import GatewayMetrics
+from services.runtime import bind_tenant
 
 _RETRY_S = 1.0
 
@@ -143,6 +144,7 @@ class Guard:
         """
         caller = await self._authenticator.identify(request.headers.get("authorization"))
         note_of(request.scope).tenant = caller.tenant
+        bind_tenant(caller.tenant)
         place = until_answered(request.scope).enter_context(self._rooms.requests.open(caller.tenant))
         place.grow(1)
         if caller.limits is not None and caller.limits.requests_per_minute is not None:

@@ -252,13 +252,14 @@ class ResultFollower:
             return
         request = choice.resubmission(attempt)
         choice.recovering = False  # events of the new attempt may come before the answer to this call
-        log.info("resubmitted", extra={**about(request.id, attempt), "delivered": request.delivered})
+        log.info("resubmitted", extra={**about(request.id, attempt, request.tenant), "delivered": request.delivered})
         prompts = {request.prompt: choice.prompt}
         await self._queue.resubmit(request, prompts, by_name=not choice.whole)  # False: the next survey finds out why
 
     async def _resync(self, job: Job, choice: Choice, *, retake: bool = False) -> None:
         choice.recovering = True
-        log.info("asking the queue how an attempt ended", extra=about(choice.request.id, choice.request.attempt))
+        about_it = about(choice.request.id, choice.request.attempt, job.tenant)
+        log.info("asking the queue how an attempt ended", extra=about_it)
         attempt = await self._queue.resync(choice.request.id, choice.request.attempt, retake=retake)
         if attempt is None:
             self.fail(job, Unavailable("The request was cancelled by the server.", hint="Send it again."))

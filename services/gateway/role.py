@@ -43,7 +43,7 @@ from services.gateway.table import JobTable
 from services.gateway.targets import LatencyTargets
 from services.gateway.tokenize import TokenizerRoutes
 from services.gateway.tokenizer import load_codec, read_tokenizer_config
-from services.metrics import GatewayMetrics
+from services.metrics import GatewayMetrics, VllmNames, of_gateway
 from services.model.hub import with_checkpoint
 from services.model.load_spec import load_spec
 from services.model.spec import ModelSpec
@@ -137,6 +137,8 @@ async def assemble(settings: Settings, redis: Redis) -> AsyncIterator[Gateway]:
         collector(registry=registry)
     show_build(registry, GATEWAY, settings.process)
     metrics, keys = GatewayMetrics(registry), Keys(settings.namespace)
+    if settings.metrics_vllm_names:
+        registry.register(VllmNames(of_gateway(metrics), lambda: model.name))
     name = incarnation()
     quarantine = Quarantine.of(redis, settings, GATEWAY, metrics.unreadable)
     limits = QueueLimits.of(settings)

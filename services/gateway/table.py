@@ -121,7 +121,7 @@ class JobTable:
             size = job.nbytes
             log.warning(
                 "ended an answer: the memory for answers is full",
-                extra={**about(job.choices[0].request.id), "bytes": size},
+                extra={**about(job.choices[0].request.id, tenant=job.tenant), "bytes": size},
             )
             error = Overloaded("The answer takes more memory than this gateway has for it.", hint="Ask for less.")
             cancel.update(self.fail(job, error))
@@ -150,7 +150,8 @@ class JobTable:
     def _lose(self, choice: Choice, event: AttemptLost, todo: Followups) -> None:
         if choice.finish is None and event.attempt > choice.request.attempt:
             self._metrics.lost_attempts.labels(_lost_reason(event.reason)).inc()
-            log.info("lost an attempt", extra={**about(event.request_id, event.attempt - 1), "why": event.reason})
+            lost = about(event.request_id, event.attempt - 1, choice.request.tenant)
+            log.info("lost an attempt", extra={**lost, "why": event.reason})
             todo.lost.append((choice, event.attempt))
             choice.resubmission(event.attempt)  # events of the old attempt are ignored from here on
 

@@ -14,6 +14,7 @@ from services.metrics.pages import OPENMETRICS, TEXT, PageFormat, format_for
 from services.metrics.process import UPSTREAM_UP, UPSTREAM_UP_TEXT, BuildMetrics, MachineMetrics, ServerMetrics
 from services.metrics.scheduler import SchedulerMetrics
 from services.metrics.series import OTHER, Definition
+from services.metrics.vllm import VllmNames, of_gateway, of_scheduler, of_worker
 
 __all__ = [
     "ALL_LAYERS",
@@ -32,7 +33,11 @@ __all__ = [
     "PageFormat",
     "SchedulerMetrics",
     "ServerMetrics",
+    "VllmNames",
     "WorkerMetrics",
     "catalogue",
     "format_for",
+    "of_gateway",
+    "of_scheduler",
+    "of_worker",
 ]

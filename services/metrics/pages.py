@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder, generate_latest
@@ -26,7 +27,9 @@ class PageFormat:
 TEXT = PageFormat(content_type="text/plain; version=0.0.4; charset=utf-8", encode=generate_latest)
 OPENMETRICS = PageFormat(
     content_type="application/openmetrics-text; version=1.0.0; charset=utf-8",
-    encode=openmetrics.generate_latest,
+    encode=partial(
+        openmetrics.generate_latest, escaping=openmetrics.ALLOWUTF8
+    ),  # the default breaks names with a colon
     end="# EOF\n",
 )
 

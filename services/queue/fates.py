@@ -23,22 +23,25 @@ log = logging.getLogger(__name__)
 
 
 class Fate(NamedTuple):
-    """What became of a request, and which attempt that ended. ``worker`` ran it; empty where none did."""
+    """What became of a request of ``tenant``, and which attempt that ended. ``worker`` ran it; empty where none did."""
 
     outcome: str
     request_id: str
     attempt: int
     worker: str
+    tenant: str
 
 
 def fates_of(reply: Sequence[Any]) -> Iterator[Fate]:
-    """Yields the fates that a script reports, four values for each."""
-    for outcome, request_id, attempt, worker in zip(*(reply[part::4] for part in range(4)), strict=True):
-        yield Fate(outcome.decode(), request_id.decode(), int(attempt), worker.decode())
+    """Yields the fates that a script reports, five values for each."""
+    for outcome, request_id, attempt, worker, tenant in zip(*(reply[part::5] for part in range(5)), strict=True):
+        yield Fate(
+            outcome.decode(), request_id.decode(), int(attempt), worker.decode(), tenant.decode(errors="replace")
+        )
 
 
 def log_fates(fates: Iterable[Fate]) -> None:
     """Logs a line for each."""
     for fate in fates:
         worker = {"worker": fate.worker} if fate.worker else {}
-        log.info(_LINES[fate.outcome], extra={**about(fate.request_id, fate.attempt), **worker})
+        log.info(_LINES[fate.outcome], extra={**about(fate.request_id, fate.attempt, fate.tenant), **worker})

@@ -4,7 +4,7 @@ from services.runtime.address import advertised, incarnation, node_name, scrape_
 from services.runtime.build_series import show_build
 from services.runtime.daemon import in_daemon, left_behind
 from services.runtime.lifecycle import AGAIN, CRASHED, FORCED, run_process, run_role
-from services.runtime.logs import bind_request_id, configure_logging, printable
+from services.runtime.logs import bind_request_id, bind_tenant, configure_logging, printable
 from services.runtime.metrics_server import MetricsServer
 from services.runtime.parent import die_with_parent, watch_parent
 
@@ -15,6 +15,7 @@ __all__ = [
     "MetricsServer",
     "advertised",
     "bind_request_id",
+    "bind_tenant",
     "configure_logging",
     "die_with_parent",
     "in_daemon",

@@ -1,4 +1,5 @@
-"""Log lines: text on a terminal, one JSON object per line elsewhere. Each carries the role and the request id."""
+"""Log lines: text on a terminal, one JSON object per line elsewhere. Each carries the role; lines about a request carry
+its id and its tenant, and never what it asks or the answer."""
 
 from __future__ import annotations
 
@@ -10,9 +11,19 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Literal, TextIO
 
-_request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
+
+@dataclass(slots=True)
+class _Request:
+    """The request that a task serves; its tenant is known once its key is."""
+
+    id: str
+    tenant: str | None = None
+
+
+_request: ContextVar[_Request | None] = ContextVar("request", default=None)
 _OWN_ATTRIBUTES = frozenset(vars(logging.makeLogRecord({}))) | {
     *("message", "asctime", "role", "request_id", "taskName"),
     "color_message",  # uvicorn repeats its message in colours
@@ -31,11 +42,17 @@ def printable(text: str) -> str:
 @contextmanager
 def bind_request_id(request_id: str) -> Iterator[None]:
     """Let lines logged inside, in this task and those it starts, carry ``request_id``."""
-    token = _request_id.set(request_id)
+    token = _request.set(_Request(request_id))
     try:
         yield
     finally:
-        _request_id.reset(token)
+        _request.reset(token)
+
+
+def bind_tenant(tenant: str) -> None:
+    """Let lines logged inside :func:`bind_request_id`, in any of its tasks, carry ``tenant`` from now on."""
+    if (request := _request.get()) is not None:
+        request.tenant = tenant
 
 
 def configure_logging(
@@ -65,7 +82,11 @@ def _context_of(role: str) -> logging.Filter:
 
         def filter(self, record: logging.LogRecord) -> bool:
             record.role = role
-            record.request_id = getattr(record, "request_id", None) or _request_id.get()
+            request = _request.get()
+            own = getattr(record, "request_id", None)
+            record.request_id = own or (request and request.id)
+            if request is not None and request.tenant and own in (None, request.id):
+                record.tenant = getattr(record, "tenant", None) or request.tenant
             return True
 
     return Context()

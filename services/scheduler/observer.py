@@ -39,6 +39,8 @@ class Observer(PlacementEvents):
         self._replicas = replicas
         self._observed = Observed()
         metrics.imbalance.set(math.nan)
+        self.model: str | None = None
+        """Name of the model that workers serve; None while none is known."""
 
     def leads(self) -> None:
         self._metrics.leader.set(1)
@@ -129,6 +131,7 @@ class Observer(PlacementEvents):
         self._metrics.workers.set(len(workers))
         self._metrics.outstanding_tokens.clear()
         for worker in workers:
+            self.model = worker.info.model
             self._metrics.outstanding_tokens.labels(worker.info.id).set(worker.outstanding_tokens)
         self._show_waiting(await self._queue.waiting())
         if self._replicas is not None:
@@ -166,7 +169,7 @@ class Observer(PlacementEvents):
 
     def refused(self, request: GenerateRequest, why: str) -> None:
         """Log a request that ends because no worker can hold it."""
-        log.info("ended a request", extra={**about(request.id, request.attempt), "why": why})
+        log.info("ended a request", extra={**about(request.id, request.attempt, request.tenant), "why": why})
 
     def reaped(self, report: ReapReport) -> None:
         """Count what was taken back, and log what ended."""
@@ -182,4 +185,5 @@ def _log_assignment(choice: Choice, answer: Assignment) -> None:
     if log.isEnabledFor(level):
         said = "assigned" if answer else "not assigned: the worker has no credit left, or the request is gone"
         waited = {} if answer.queued_s is None else {"queue_ms": round(1000 * answer.queued_s)}
-        log.log(level, said, extra={**about(request.id, request.attempt), "worker": choice.worker_id, **waited})
+        about_it = about(request.id, request.attempt, request.tenant)
+        log.log(level, said, extra={**about_it, "worker": choice.worker_id, **waited})

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from prometheus_client import CollectorRegistry
 
 from services.config import SCHEDULER, Settings
-from services.metrics import SchedulerMetrics
+from services.metrics import SchedulerMetrics, VllmNames, of_scheduler
 from services.placement import Hysteresis
 from services.queue.connect import check_access, connect
 from services.queue.keys import Keys
@@ -84,6 +84,8 @@ async def schedule(settings: Settings, stop: asyncio.Event) -> None:
     queue = SchedulerQueue(redis, keys, limits, quarantine=quarantine)
     seats = SeatRegistry(redis, keys, limits, quarantine=quarantine)
     observer = Observer(metrics, queue, watched)
+    if settings.metrics_vllm_names:
+        registry.register(VllmNames(of_scheduler(metrics), lambda: observer.model))
     loads = LoadReader(redis, keys, limits, quarantine=quarantine)
     sources = Sources(queue=queue, registry=seats, loads=loads, counts=watched)
     reader = TableReader(redis, keys, limits, quarantine=quarantine)

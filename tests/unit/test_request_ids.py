@@ -36,3 +36,4 @@ def test_an_id_that_is_made_is_the_base(given: str) -> None:
 def test_a_line_has_both_names_and_the_attempt() -> None:
     assert about("slow-1.ab-0", 2) == {"request_id": "slow-1", "sequence": "slow-1.ab-0", "attempt": 2}
     assert about("ab-3") == {"request_id": "ab", "sequence": "ab-3"}
+    assert about("ab-3", tenant="alice") == {"request_id": "ab", "sequence": "ab-3", "tenant": "alice"}

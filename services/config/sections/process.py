@@ -36,6 +36,12 @@ class ProcessSettings(BaseModel):
         roles=(GATEWAY,),
         hidden=True,
     )
+    metrics_vllm_names: bool = setting(
+        False,
+        "also export metrics under the names that vLLM gives them (vllm:num_requests_waiting ...), for dashboards and "
+        "routers that know vLLM",
+        roles=(GATEWAY, SCHEDULER, ATTENTION),
+    )
     layer_series: bool = setting(
         False, "export metrics for each layer; otherwise for all layers together, labelled layer=all", roles=COMPUTING
     )

@@ -138,10 +138,10 @@ local function remove_worker(worker)
   return redis.call('ZREM', P .. 'workers', worker) == 1
 end
 
-local fates = {} -- what became of requests, for their lines in a log: outcome, id, attempt, worker, over and over
+local fates = {} -- what became of requests, for their lines in a log: outcome, id, attempt, worker, tenant, ...
 
 local function note_fate(outcome, r, attempt, worker)
-  for _, value in ipairs({ outcome, r.id, attempt, worker }) do fates[#fates + 1] = value end
+  for _, value in ipairs({ outcome, r.id, attempt, worker, r.tenant }) do fates[#fates + 1] = value end
 end
 
 -- Ends the running attempt of r, which is lost. Returns 'lost' or, over the cap of failures, 'dead'. A request that

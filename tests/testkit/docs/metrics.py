@@ -12,8 +12,14 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 
+from prometheus_client import CollectorRegistry
+
 from services.metrics import Definition, catalogue
+from services.metrics.attention import WorkerMetrics
+from services.metrics.gateway import GatewayMetrics
+from services.metrics.scheduler import SchedulerMetrics
 from services.metrics.series import PREFIX, Label
+from services.metrics.vllm import Copy, of_gateway, of_scheduler, of_worker
 
 PAGE = Path(__file__).parents[3] / "docs/metrics.md"
 MARKS = ("<!-- series: begin, written by python -m testkit.docs.metrics -->", "<!-- /series -->")
@@ -47,6 +53,30 @@ def _tables(series: Sequence[Definition]) -> Iterator[str]:
         )
         yield from (_row(one) for one in of_role)
         yield ""
+    yield from ("## Names of vLLM", "", "| `vllm:…` | is `expertmesh_…` | of |", "| --- | --- | --- |")
+    for role, copies in vllm_names().items():
+        yield from (f"| `{_name(copy)}` | `{_source(copy)}` | {role} |" for copy in copies)
+    yield ""
+
+
+def vllm_names() -> dict[str, tuple[Copy, ...]]:
+    return {
+        "gateway": of_gateway(GatewayMetrics(CollectorRegistry())),
+        "scheduler": of_scheduler(SchedulerMetrics(CollectorRegistry())),
+        "attention worker": of_worker(WorkerMetrics(CollectorRegistry())),
+    }
+
+
+def _name(copy: Copy) -> str:
+    return copy.name + _suffix(copy)
+
+
+def _source(copy: Copy) -> str:
+    return copy.source._name.removeprefix(PREFIX) + _suffix(copy)
+
+
+def _suffix(copy: Copy) -> str:
+    return "_total" if copy.source._type == "counter" else ""
 
 
 def _row(one: Definition) -> str:

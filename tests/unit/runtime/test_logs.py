@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from services.runtime import bind_request_id, configure_logging
+from services.runtime import bind_request_id, bind_tenant, configure_logging
 
 
 class _Terminal(io.StringIO):
@@ -120,3 +120,28 @@ async def test_request_ids_follow_their_tasks() -> None:
     await asyncio.gather(work("r1"), work("r2"))
     logging.getLogger("x").info("none")
     assert [line.get("request_id") for line in _json_lines(stream)] == ["r1", "r2", None]
+
+
+async def test_the_tenant_follows_a_request_s_tasks_once_it_is_known() -> None:
+    stream = _configured()
+
+    async def work(request_id: str, tenant: str) -> None:
+        with bind_request_id(request_id):
+            logging.getLogger("x").info("before")
+            bind_tenant(tenant)
+            await asyncio.create_task(later())
+            logging.getLogger("x").info("of another", extra={"request_id": "r9"})
+
+    async def later() -> None:
+        logging.getLogger("x").info("after")
+
+    bind_tenant("nobody")
+    await asyncio.gather(work("r1", "alice"), work("r2", "bob"))
+    logging.getLogger("x").info("none")
+    found = {(line["message"], line.get("request_id"), line.get("tenant")) for line in _json_lines(stream)}
+    assert found == {
+        *(("before", name, None) for name in ("r1", "r2")),
+        *(("after", name, tenant) for name, tenant in (("r1", "alice"), ("r2", "bob"))),
+        ("of another", "r9", None),
+        ("none", None, None),
+    }
