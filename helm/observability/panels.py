@@ -19,6 +19,8 @@ from grafana_foundation_sdk.builders import (
     table,
     timeseries,
 )
+from grafana_foundation_sdk.cog.builder import Builder
+from grafana_foundation_sdk.cog.variants import Dataquery
 from grafana_foundation_sdk.models import common as common_models
 from grafana_foundation_sdk.models import dashboard as models
 from grafana_foundation_sdk.models.heatmap import HeatmapColorMode, HeatmapColorScale
@@ -143,7 +145,9 @@ def states(says: Says, *queries: Query, names: dict[str, str] | None = None) -> 
 
 
 def _panel(panel: _Any, says: Says, queries: Sequence[Query], how: Callable[[Query], prometheus.Dataquery]) -> _Any:
-    targets = [how(query).ref_id(chr(ord("A") + index)) for index, query in enumerate(queries)]
+    targets: list[Builder[Dataquery]] = [
+        how(query).ref_id(chr(ord("A") + index)) for index, query in enumerate(queries)
+    ]
     return (
         panel.title(says.title)
         .description(says.description)

@@ -116,6 +116,8 @@ _OBJECTIVES = Row(
         ),
     ),
 )
+_ANSWERED = rate("http_requests_total", "route")
+_FAILED = rate("http_requests_total", "route", 'status=~"5.."')
 _FAULTS = Row(
     title="Errors and traffic",
     panels=(
@@ -139,7 +141,7 @@ _FAULTS = Row(
                 limits=Limits(amber=0.001, red=0.01),
             ),
             Query(
-                expr=share(rate("http_requests_total", "route", 'status=~"5.."'), rate("http_requests_total", "route")),
+                expr=share(f"({_FAILED} or 0 * {_ANSWERED})", _ANSWERED),
                 legend="{{route}}",
             ),
         ),

@@ -89,6 +89,14 @@ def test_what_there_is_not_is_found(expression: str, said: str) -> None:
         labels(parsed(expression))
 
 
+def test_lifetimes_and_averages_of_quantiles_are_found() -> None:
+    buckets = "sum by (le, pod) (rate(expertmesh_engine_step_seconds_bucket[5m]))"
+    assert quantiles_in_aggregates(parsed(f"avg (histogram_quantile(0.9, {buckets}))"))
+    assert not quantiles_in_aggregates(parsed(f"histogram_quantile(0.9, {buckets})"))
+    assert set(counters_without_rate(parsed("sum (expertmesh_preemptions_total)"))) == {"expertmesh_preemptions_total"}
+    assert not set(counters_without_rate(parsed("sum (increase(expertmesh_preemptions_total[5m]))")))
+
+
 def test_every_series_is_shown_by_a_panel_or_a_rule() -> None:
     asked = {
         selector.name
