@@ -44,7 +44,7 @@ class Output:
         if not self.is_folder:
             return [_write(self.path, page(boards, frame))]
         files = {each.key: f"{each.key}.html" for each in boards}
-        links = [(each.dashboard.title, files[each.key]) for each in boards]
+        links = [(each.dashboard.short_title, files[each.key]) for each in boards]
         of_page = Frame(source=frame.source, span=frame.span, refresh_s=frame.refresh_s, links=links)
         written = [_write(self.path / files[each.key], page([each], of_page)) for each in boards]
         return written if len(boards) == 1 else [_write(self.path / _INDEX, page(boards, frame)), *written]

@@ -49,7 +49,9 @@ class Frame:
 def page(boards: Sequence[Board], frame: Frame) -> str:
     """Return the whole page."""
     title = boards[0].dashboard.title if len(boards) == 1 else "expertmesh / Dashboards"
-    links = frame.links or ([(each.dashboard.title, f"#{each.key}") for each in boards] if len(boards) > 1 else [])
+    links = frame.links or (
+        [(each.dashboard.short_title, f"#{each.key}") for each in boards] if len(boards) > 1 else []
+    )
     return document(
         title,
         element("nav", *(element("a", name, href=target) for name, target in links)) if links else Html(""),

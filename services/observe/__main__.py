@@ -52,8 +52,7 @@ class Observer:
         binary, dashboards = prometheus.find(), shipped()
         with RunFolder() as folder:
             targets = Targets(folder.path / "targets.json", self._given)
-            for target in targets.refresh():
-                log.info("scraping %s", target.address)
+            _say(targets.refresh() or None)
             try:
                 url = await self._start_prometheus(binary, folder)
                 links = [("Prometheus", url), *await self._start_grafana(folder.path / "grafana", url)]
@@ -110,8 +109,15 @@ async def _follow(targets: Targets) -> None:
     """Keep the file of targets true."""
     while True:
         await asyncio.sleep(_LOOK_S)
-        for target in await asyncio.to_thread(targets.refresh):
-            log.info("scraping %s", target.address)
+        _say(await asyncio.to_thread(targets.refresh))
+
+
+def _say(new: Sequence[Target] | None) -> None:
+    """Log the targets that are new; None: there is none at all."""
+    if new is None:
+        log.info("no server of yours runs on this machine yet; one that starts is found")
+    for target in new or ():
+        log.info("scraping %s", target.address)
 
 
 def _free(wanted: int | None, usual: int, option: str) -> int:

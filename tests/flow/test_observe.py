@@ -66,6 +66,7 @@ def test_a_server_that_starts_later_is_on_the_dashboards(own: Path, tiny: Path, 
         proc, pages, prometheus = observe(stage)
         rules = httpx.get(f"{prometheus}/api/v1/rules").json()["data"]["groups"]
         assert rules
+        assert "no server of yours runs on this machine yet" in proc.log()
         assert "no data" in panel(httpx.get(f"{pages}/overview").text, "Tokens")
         server = stage.serve(tiny, served_model_name="tiny", dtype="float32", kv_blocks=512)
 

@@ -1,8 +1,8 @@
 """``python -m testkit.docs.dashboards``: draws the pictures of docs/observability.md again, from a run of its own.
 
 A deployment of the pocket model on this machine serves two tenants for some minutes: a calm time, one prompt again and
-again (the same experts are hot), an expert worker that is killed, a burst, and calm again without an attention worker. `expertmesh observe` scrapes
-it meanwhile. Needs prometheus and chromium on PATH.
+again (the same experts are hot), an expert worker that is killed, a burst, and calm again with an attention worker that
+is killed. `expertmesh observe` scrapes it meanwhile. Needs prometheus and chromium on PATH.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ from testkit.waiting import until
 FOLDER = Path(__file__).parents[3] / "docs/plots/dashboards"
 MAX_BYTES = 200_000
 COMMAND = [sys.executable, "-m", "services"]
-WIDE, PHONE, DARK = 1400, 390, "overview-dark"
+WIDE, PHONE = 1400, 390
+DARK, PHONE_NAME = "overview-dark", "overview-phone"
 _TALL = 6000
 _WORDS = ("sea", "sky", "violin", "lighthouse", "ship", "house", "tree", "music", "river", "stone", "horse", "paper")
 _SHARED = "\n".join(f"define: {word}" for word in _WORDS * 4)
@@ -177,7 +178,7 @@ def pictures(boards: Path) -> Iterator[tuple[str, bytes]]:
         if page.stem != "index":
             yield page.stem, shot(page, WIDE)
     yield DARK, shot(boards / "overview.html", WIDE, dark=True)
-    yield "overview-phone", shot(boards / "overview.html", PHONE)
+    yield PHONE_NAME, shot(boards / "overview.html", PHONE)
 
 
 def main() -> None:

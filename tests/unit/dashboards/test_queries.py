@@ -128,7 +128,9 @@ async def test_an_address_that_is_no_prometheus_is_said_without_its_password() -
 @pytest.fixture
 def two(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A folder for output; the dashboards that come along are two small ones."""
-    one = dashboard(panel("timeseries", "a"), title="One", uid="one", variables=[{"name": "r", "type": "textbox"}])
+    one = dashboard(
+        panel("timeseries", "a"), title="some / One", uid="one", variables=[{"name": "r", "type": "textbox"}]
+    )
     monkeypatch.setattr(
         command, "shipped", lambda: {"one": one, "two": dashboard(panel("stat", "nothing"), title="Two")}
     )
@@ -148,7 +150,7 @@ def test_the_command_writes_one_page_or_a_folder(two: Path, capsys: pytest.Captu
     assert whole.count("<h1>") == 2
     assert call(stand_in, "--out", two) == 0
     assert sorted(file.name for file in two.glob("*")) == ["all.html", "index.html", "one.html", "two.html"]
-    assert 'href="two.html"' in (two / "one.html").read_text()
+    assert '<a href="one.html">One</a><a href="two.html">Two</a>' in (two / "one.html").read_text()
     assert "  two: T: no data\n" in capsys.readouterr().err
 
 
