@@ -18,7 +18,7 @@ from services.dashboards.render import Look, board
 from services.dashboards.shipped import chosen, shipped
 from services.dashboards.times import seconds
 from services.dashboards.variables import check_names
-from services.errors import ConfigError
+from services.errors import ConfigError, PrometheusUnavailable
 
 WATCH_S = 10.0
 """Seconds between two pages of --watch."""
@@ -146,17 +146,26 @@ def _look(given: Namespace, boards: Mapping[str, Dashboard]) -> Look:
 async def _run(wanted: Mapping[str, Dashboard], look: Look, given: Namespace) -> int:
     source, output = Prometheus(given.prometheus), Output(path=given.out)
     try:
+        if not given.watch:
+            return await _once(wanted, look, source, output, given)
         while True:
             began = time.monotonic()
-            span = look.span()
-            boards = [await board(source, key, each, look, span) for key, each in wanted.items()]
-            frame = Frame(source=source.shown_url, span=span, refresh_s=WATCH_S if given.watch else None)
-            code = _report(boards, output.write(boards, frame), strict=given.strict)
-            if not given.watch:
-                return code
+            try:
+                await _once(wanted, look, source, output, given)
+            except PrometheusUnavailable as error:  # it may come back: the last page stays
+                print(error.message, file=sys.stderr)
             await asyncio.sleep(max(0.0, WATCH_S - (time.monotonic() - began)))
     finally:
         await source.aclose()
+
+
+async def _once(
+    wanted: Mapping[str, Dashboard], look: Look, source: Prometheus, output: Output, given: Namespace
+) -> int:
+    span = look.span()
+    boards = [await board(source, key, each, look, span) for key, each in wanted.items()]
+    frame = Frame(source=source.shown_url, span=span, refresh_s=WATCH_S if given.watch else None)
+    return _report(boards, output.write(boards, frame), strict=given.strict)
 
 
 def _report(boards: Sequence[Board], files: Sequence[Path], *, strict: bool) -> int:

@@ -61,7 +61,8 @@ class _Server(ThreadingHTTPServer):
 
 @contextmanager
 def serving(stand_in: StandIn) -> Iterator[StandIn]:
-    """``stand_in`` answers at its ``url``. A query that raises ValueError is one that Prometheus refuses."""
+    """``stand_in`` answers at its ``url``. A query that raises ValueError is one that Prometheus refuses, and
+    one that raises ConnectionError finds none."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -69,6 +70,9 @@ def serving(stand_in: StandIn) -> Iterator[StandIn]:
             try:
                 asked = {key: values[0] for key, values in parse_qs(read.query).items()}
                 status, body = stand_in.answer(read.path, asked)
+            except ConnectionError:
+                self.close_connection = True
+                return
             except ValueError as error:
                 status, body = 400, {"status": "error", "errorType": "bad_data", "error": str(error)}
             text = json.dumps(body).encode()

@@ -31,7 +31,7 @@ def draw(drawing: Drawing, span: Range, top: int) -> Html:
     place = panel.grid_pos
     left = min(place.x, COLUMNS - place.w)
     style = f"--x:{left + 1};--w:{place.w};--y:{place.y - top + 1};--h:{place.h}"
-    head = [element("h3", drawing.title)] if drawing.title else []
+    head = [element("h3", drawing.title, title="\n".join(drawing.result.queries) or None)] if drawing.title else []
     if drawing.description:
         head.append(element("p", inline(drawing.description), class_="about", title=drawing.description))
     faults = [element("p", fault, class_="fault") for fault in drawing.result.faults]

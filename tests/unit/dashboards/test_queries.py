@@ -80,7 +80,7 @@ async def test_a_page_needs_nothing_else_and_has_the_layout() -> None:
     made = dashboard(first, row | {"panels": [folded, panel("stat", "d", gridPos={"h": 4, "w": 24, "x": 6, "y": 9})]})
     result = await drawn(made, StandIn(series=found), r=Value(values=["x"]))
     text = page([result], Frame(source="there", span=SPAN, refresh_s=10))
-    assert 'style="--x:11;--w:14;--y:1;--h:8"><h3>on x</h3><p class="about" title="of x">of x</p>' in text
+    assert 'style="--x:11;--w:14;--y:1;--h:8"><h3 title="a">on x</h3><p class="about" title="of x">of x</p>' in text
     assert 'style="--x:19;--w:6;--y:3;--h:4"' in text
     assert 'style="--x:1;--w:24;--y:1;--h:4"' in text, "one that is too far to the right is moved, as Grafana does"
     assert "<details><summary>Second</summary>" in text
@@ -159,6 +159,32 @@ def test_strict_fails_where_a_panel_is_empty(two: Path) -> None:
     assert call(StandIn(series=found), "--out", out, "--strict", "--dashboard", "ONE", "--var", "r=v") == 0
     assert call(StandIn(series=found), "--out", out, "--strict") == 1
     assert call(StandIn(series=lambda _: found("wrong")), "--out", out, "--dashboard", "one", "--strict") == 1
+
+
+def test_a_watch_goes_on_where_prometheus_is_away_for_a_while(
+    two: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked, written = [0], list[str]()
+
+    def series(query: str) -> Found:
+        asked[0] += 1
+        if asked[0] == 2:
+            raise ConnectionError
+        return found(query)
+
+    def write(file: Path, text: str) -> Path:
+        written.append(text)
+        if len(written) == 2:
+            raise KeyboardInterrupt
+        return file
+
+    monkeypatch.setattr(command, "WATCH_S", 0.01)
+    monkeypatch.setattr(command, "_write", write)
+    with pytest.raises(KeyboardInterrupt):
+        call(StandIn(series=series), "--watch", "--dashboard", "one", "--out", two / "x.html")
+    assert asked == [3]
+    assert "does not answer" in capsys.readouterr().err
+    assert 'http-equiv="refresh"' in written[0]
 
 
 @pytest.mark.parametrize(
