@@ -18,7 +18,7 @@ from services.dashboards.render import Look, board
 from services.dashboards.shipped import chosen, shipped
 from services.dashboards.times import seconds
 from services.dashboards.variables import check_names
-from services.errors import ConfigError
+from services.errors import ConfigError, PrometheusUnavailable
 
 WATCH_S = 10.0
 """Seconds between two pages of --watch."""
@@ -44,7 +44,7 @@ class Output:
         if not self.is_folder:
             return [_write(self.path, page(boards, frame))]
         files = {each.key: f"{each.key}.html" for each in boards}
-        links = [(each.dashboard.title, files[each.key]) for each in boards]
+        links = [(each.dashboard.short_title, files[each.key]) for each in boards]
         of_page = Frame(source=frame.source, span=frame.span, refresh_s=frame.refresh_s, links=links)
         written = [_write(self.path / files[each.key], page([each], of_page)) for each in boards]
         return written if len(boards) == 1 else [_write(self.path / _INDEX, page(boards, frame)), *written]
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ConfigError: an option is wrong, or a file cannot be written.
         PrometheusUnavailable: no answer.
     """
-    given = _parser().parse_args(sys.argv[1:] if argv is None else argv)
+    given = _parser().parse_args(_joined(sys.argv[1:] if argv is None else argv))
     boards = shipped()
     if given.list:
         width = max(map(len, boards))
@@ -118,6 +118,17 @@ def _parser() -> OptionParser:
     return parser
 
 
+def _joined(words: Sequence[str]) -> list[str]:
+    """Return ``words`` with ``--from -1h`` as one of them: argparse takes -1h for an option."""
+    found: list[str] = []
+    for word in words:
+        if found and found[-1] in ("--from", "--to") and word[:1] == "-" and word[1:2].isdigit():
+            found[-1] += f"={word}"
+        else:
+            found.append(word)
+    return found
+
+
 def _look(given: Namespace, boards: Mapping[str, Dashboard]) -> Look:
     values: dict[str, list[str]] = {}
     for each in given.var:
@@ -135,17 +146,26 @@ def _look(given: Namespace, boards: Mapping[str, Dashboard]) -> Look:
 async def _run(wanted: Mapping[str, Dashboard], look: Look, given: Namespace) -> int:
     source, output = Prometheus(given.prometheus), Output(path=given.out)
     try:
+        if not given.watch:
+            return await _once(wanted, look, source, output, given)
         while True:
             began = time.monotonic()
-            span = look.span()
-            boards = [await board(source, key, each, look, span) for key, each in wanted.items()]
-            frame = Frame(source=source.shown_url, span=span, refresh_s=WATCH_S if given.watch else None)
-            code = _report(boards, output.write(boards, frame), strict=given.strict)
-            if not given.watch:
-                return code
+            try:
+                await _once(wanted, look, source, output, given)
+            except PrometheusUnavailable as error:  # it may come back: the last page stays
+                print(error.message, file=sys.stderr)
             await asyncio.sleep(max(0.0, WATCH_S - (time.monotonic() - began)))
     finally:
         await source.aclose()
+
+
+async def _once(
+    wanted: Mapping[str, Dashboard], look: Look, source: Prometheus, output: Output, given: Namespace
+) -> int:
+    span = look.span()
+    boards = [await board(source, key, each, look, span) for key, each in wanted.items()]
+    frame = Frame(source=source.shown_url, span=span, refresh_s=WATCH_S if given.watch else None)
+    return _report(boards, output.write(boards, frame), strict=given.strict)
 
 
 def _report(boards: Sequence[Board], files: Sequence[Path], *, strict: bool) -> int:

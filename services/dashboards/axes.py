@@ -62,7 +62,9 @@ def scale(
     if least >= 0 and (near_zero or bottom < 0):
         bottom = 0.0
     if most <= 0 and near_zero:
-        top = room if most == 0 and least == 0 else 0.0
+        top = 0.0
+    if most == least == 0:
+        bottom, top = 0.0, 1.0
     bottom, top = bottom if low is None else low, top if high is None else high
     return Scale(low=bottom, high=top if top > bottom else bottom + 1.0)
 
@@ -70,7 +72,10 @@ def scale(
 def ticks(found: Scale, unit: str, decimals: int | None, count: int) -> list[Tick]:
     """Return about ``count`` ticks at round values, with labels that differ."""
     values = _powers(found, count) if found.log else _rounds(found, unit, count)
-    labels = [units.text(value, unit, decimals) for value in values]
+    if unit == "s" and values and values[-1] >= 60 and any(value % 60 for value in values):
+        labels = [f"{value:g} s" for value in values]  # 80 s, not 1.33 min
+    else:
+        labels = [units.text(value, unit, decimals) for value in values]
     more = 0 if decimals is None else decimals
     while len(set(labels)) < len(labels) and more < 8:
         more += 1
@@ -85,13 +90,13 @@ def _rounds(found: Scale, unit: str, count: int) -> list[float]:
 
 
 def _step(wanted: float, unit: str) -> float:
-    """Return a round number that is not below ``wanted``: 1, 2 or 5 of a power of ten, or of two for bytes."""
+    """Return the round number nearest to ``wanted``: 1, 2 or 5 of a power of ten, or a power of two for bytes."""
     if unit in _BINARY and wanted > 1:
-        return float(2 ** math.ceil(math.log2(wanted)))
+        return float(2 ** round(math.log2(wanted)))
     if unit == "s" and wanted >= 60:
         return nice_step(wanted)
     power = 10.0 ** math.floor(math.log10(wanted))
-    return next((power * each for each in (1, 2, 5) if power * each >= wanted * (1 - 1e-9)), power * 10)
+    return power * min((1, 2, 5, 10), key=lambda each: abs(math.log(wanted / power / each)))
 
 
 def _powers(found: Scale, count: int) -> list[float]:

@@ -131,6 +131,11 @@ class Dashboard(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     time: TimeRange = TimeRange()
 
     @property
+    def short_title(self) -> str:
+        """The title without the folder before it."""
+        return self.title.rpartition(" / ")[2]
+
+    @property
     def variables(self) -> list[Variable]:
         return self.templating.variables
 

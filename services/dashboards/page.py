@@ -48,10 +48,12 @@ class Frame:
 
 def page(boards: Sequence[Board], frame: Frame) -> str:
     """Return the whole page."""
-    title = boards[0].dashboard.title if len(boards) == 1 else "Dashboards"
-    links = frame.links or ([(each.dashboard.title, f"#{each.key}") for each in boards] if len(boards) > 1 else [])
+    title = boards[0].dashboard.title if len(boards) == 1 else "expertmesh / Dashboards"
+    links = frame.links or (
+        [(each.dashboard.short_title, f"#{each.key}") for each in boards] if len(boards) > 1 else []
+    )
     return document(
-        f"{title} – expertmesh",
+        title,
         element("nav", *(element("a", name, href=target) for name, target in links)) if links else Html(""),
         *(_board(each, frame) for each in boards),
         element("footer", f"From {frame.source}, drawn at {full(frame.span.end_s)} by expertmesh dashboards."),

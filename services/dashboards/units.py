@@ -120,7 +120,7 @@ def _scaled(value: float, scale: Sequence[tuple[float, str]], decimals: int | No
     """
     size, suffix = scale[0] if abs(value) < scale[0][0] and value else next(iter(scale))
     for candidate, name in scale:
-        if abs(float(f"{value:.{_DIGITS}g}")) >= candidate:
+        if float(f"{abs(value) / candidate:.{_DIGITS}g}") >= 1:
             size, suffix = candidate, name
     if value == 0:
         size, suffix = next(((each, name) for each, name in scale if each == 1), scale[0])

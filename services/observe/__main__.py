@@ -6,7 +6,7 @@ import asyncio
 import logging
 import socket
 import sys
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from services.config import OptionParser
@@ -52,14 +52,13 @@ class Observer:
         binary, dashboards = prometheus.find(), shipped()
         with RunFolder() as folder:
             targets = Targets(folder.path / "targets.json", self._given)
-            for target in targets.refresh():
-                log.info("scraping %s", target.address)
+            _say(targets.refresh() or None)
             try:
                 url = await self._start_prometheus(binary, folder)
                 links = [("Prometheus", url), *await self._start_grafana(folder.path / "grafana", url)]
                 source = Prometheus(url)
                 pages = Pages(source=source, dashboards=dashboards, notes=_notes(links))
-                await self._serve(pages, links, _follow(targets), stop)
+                await self._serve(pages, links, targets, stop)
                 await source.aclose()
             finally:
                 await asyncio.gather(*map(Program.stop, self._programs))
@@ -69,7 +68,7 @@ class Observer:
         self,
         pages: Pages,
         links: Sequence[tuple[str, str]],
-        side_work: Coroutine[None, None, None],
+        targets: Targets,
         stop: asyncio.Event,
     ) -> None:
         port = _free(self._port, PORT, "--port")
@@ -77,7 +76,7 @@ class Observer:
             server = Server(pages.app(), listener)
             _announce(f"http://{_LOOPBACK}:{port}", links)
             ends = [program.ended() for program in self._programs]
-            await first_done(stop.wait(), side_work, server.run_here(), *ends)
+            await first_done(stop.wait(), _follow(targets), server.run_here(), *ends)
 
     def kill(self) -> None:
         """End the programs at once."""
@@ -85,8 +84,8 @@ class Observer:
             program.kill()
 
     async def _start_prometheus(self, binary: str, folder: RunFolder) -> str:
-        rules = [prometheus.RULES] if prometheus.RULES.is_file() else []
-        file = folder.keep("prometheus.yml", prometheus.config(folder.path / "targets.json", rules))
+        config = prometheus.config(folder.path / "targets.json", [prometheus.RULES])
+        file = folder.keep("prometheus.yml", config)
         port = _free(self._prometheus_port, PROMETHEUS_PORT, "--prometheus-port")
         data = self._data or folder.path / "data"
         started = prometheus.program(binary, file, data.absolute(), folder.path / "prometheus.log", port)
@@ -110,8 +109,15 @@ async def _follow(targets: Targets) -> None:
     """Keep the file of targets true."""
     while True:
         await asyncio.sleep(_LOOK_S)
-        for target in await asyncio.to_thread(targets.refresh):
-            log.info("scraping %s", target.address)
+        _say(await asyncio.to_thread(targets.refresh))
+
+
+def _say(new: Sequence[Target] | None) -> None:
+    """Log the targets that are new; None: there is none at all."""
+    if new is None:
+        log.info("no server of yours runs on this machine yet; one that starts is found")
+    for target in new or ():
+        log.info("scraping %s", target.address)
 
 
 def _free(wanted: int | None, usual: int, option: str) -> int:

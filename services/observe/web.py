@@ -48,7 +48,9 @@ class Pages:
         """Answer with the list of dashboards."""
         items = [
             element(
-                "li", element("a", each.title, href=f"/{key}"), *([f": {each.description}"] if each.description else [])
+                "li",
+                element("a", each.short_title, href=f"/{key}"),
+                *([f": {each.description}"] if each.description else []),
             )
             for key, each in self.dashboards.items()
         ]
@@ -67,7 +69,7 @@ class Pages:
             return self._refusal(error.message, 400)
         except ExpertMeshError as error:
             return self._refusal(error.message, 503)
-        links = [("All", "/"), *((each.title, f"/{other}?{asked}") for other, each in self.dashboards.items())]
+        links = [("All", "/"), *((each.short_title, f"/{other}?{asked}") for other, each in self.dashboards.items())]
         spans = [(f"Last {span}", f"/{key}?{_with_span(asked, span)}") for span in _SPANS]
         refresh_s = None if asked.get("refresh") == "off" else REFRESH_S
         frame = Frame(source=self.source.shown_url, span=span, refresh_s=refresh_s, links=[*links, *spans])

@@ -18,6 +18,7 @@ from testkit.waiting import until
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = {"services": ROOT / "services", "moe_kernels": ROOT / "kernels/moe_kernels"}
+FILES = [f"helm/expertmesh/{folder}" for folder in ("dashboards", "rules")]
 pytestmark = [
     pytest.mark.alone,
     pytest.mark.night("pyproject.toml", "expertmesh", "services/demo", "services/errors.py", "services/supervisor"),
@@ -74,7 +75,7 @@ def alone(home: Path) -> list[str]:
 def test_it_has_one_name_and_every_file(wheel: Path) -> None:
     names = {name for name in zipfile.ZipFile(wheel).namelist() if not name.endswith("/")}
     assert {name.partition("/")[0].partition("-")[0] for name in names} == {"expertmesh"}
-    for package, folder in PACKAGES.items():
+    for package, folder in (PACKAGES | {folder: ROOT / folder for folder in FILES}).items():
         files = {path.relative_to(folder) for path in folder.rglob("*") if path.is_file() and path.suffix != ".pyc"}
         assert {f"expertmesh/_packages/{package}/{file}" for file in files} <= names
 
@@ -106,6 +107,8 @@ def base(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         (["version"], 0, "expertmesh "),
         (["plan", "--help"], 0, "usage: expertmesh plan"),
+        (["dashboards", "--list"], 0, "overview"),
+        (["observe", "--help"], 0, "usage: expertmesh observe"),
         (["status", "--context", "there"], 1, "pip install 'expertmesh[kubernetes]'"),
         (["serve", POCKET / "model"], 2, "pip install 'expertmesh[worker]'"),
         (["experts", "--model", POCKET / "model"], 2, "pip install 'expertmesh[worker]'"),

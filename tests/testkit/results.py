@@ -52,6 +52,7 @@ CONDITIONS: Mapping[str, Callable[[], bool]] = {
     "not Linux": lambda: sys.platform != "linux",
     "no C compiler": lambda: shutil.which("cc") is None,
     "no history": lambda: not has_history(),
+    "no prometheus": lambda: shutil.which("prometheus") is None,
     "no promtool": lambda: shutil.which("promtool") is None,
     "no kube tool": lambda: not os.access(os.environ.get("KUBE_TOOL", ""), os.X_OK),
 }

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from services.dashboards.draw import heatmap, single, table, timeline, timeseries
 from services.dashboards.draw.html import Html, element
 from services.dashboards.draw.text import inline, markdown
-from services.dashboards.model import Panel
+from services.dashboards.model import COLUMNS, Panel
 from services.dashboards.queries import Drawing
 from services.dashboards.times import Range
 from services.dashboards.variables import expand
@@ -29,8 +29,9 @@ def draw(drawing: Drawing, span: Range, top: int) -> Html:
     """Return the panel. ``top`` is the line of the dashboard in which its row begins."""
     panel = drawing.panel
     place = panel.grid_pos
-    style = f"--x:{place.x + 1};--w:{place.w};--y:{place.y - top + 1};--h:{place.h}"
-    head = [element("h3", drawing.title)] if drawing.title else []
+    left = min(place.x, COLUMNS - place.w)
+    style = f"--x:{left + 1};--w:{place.w};--y:{place.y - top + 1};--h:{place.h}"
+    head = [element("h3", drawing.title, title="\n".join(drawing.result.queries) or None)] if drawing.title else []
     if drawing.description:
         head.append(element("p", inline(drawing.description), class_="about", title=drawing.description))
     faults = [element("p", fault, class_="fault") for fault in drawing.result.faults]

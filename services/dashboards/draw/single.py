@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from services.dashboards import colors
@@ -139,7 +138,7 @@ def _rim(reading: Reading) -> list[Html]:
     starts = [
         0.0 if step.value is None else reading.share(reading.field.absolute(step, reading.most)) for step in steps
     ]
-    ends: Sequence[float] = [*starts[1:], 1.0]
+    ends = [*starts, 1.0][1:]
     return [
         _arc(start, end, _RADIUS + 13, 4, colors.css(step.color))
         for step, start, end in zip(steps, starts, ends, strict=True)
