@@ -45,7 +45,10 @@ def request_id_of(sequence: str) -> str:
     return base.rpartition(".")[0] or base
 
 
-def about(sequence: str, attempt: int | None = None) -> dict[str, object]:
-    """Return the fields of a log line about a sequence, or about one attempt of it, for ``extra``."""
+def about(sequence: str, attempt: int | None = None, traceparent: str = "") -> dict[str, object]:
+    """Return the fields of a log line about a sequence, or about one attempt of it, for ``extra``. ``traceparent`` is
+    that of its request."""
     ids: dict[str, object] = {"request_id": request_id_of(sequence), "sequence": sequence}
+    if traceparent:
+        ids["trace_id"] = traceparent[3:35]  # version 00 of W3C's format: 00-<trace>-<span>-<flags>
     return ids if attempt is None else ids | {"attempt": attempt}

@@ -19,7 +19,7 @@ def log_start(request: GenerateRequest) -> None:
     """Log that an attempt begins."""
     if log.isEnabledFor(logging.DEBUG):
         counts = {"prompt_tokens": request.prompt_len, "delivered": request.delivered, "queue_ms": request.queued_ms}
-        log.debug("started", extra={**about(request.id, request.attempt), **counts})
+        log.debug("started", extra={**about(request.id, request.attempt, request.traceparent), **counts})
 
 
 def log_end(event: TokenEvent) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from services.config import Settings
+from services.experts.traces import ExpertTraces
 from services.experts.weight_sources import Tables, WeightSources, given
 from services.fabric.device_counters import side_stream
 from services.fabric.faults import Faults
@@ -33,6 +34,7 @@ from services.model.progress import Stoppable, loading_progress
 from services.model.spec import ModelSpec
 from services.model.weights import load_experts
 from services.routing import ShardGroup
+from services.runtime.tracing import Tracer
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +62,7 @@ class TcpServing:
     shared_memory: SharedMemoryServer | None = None
     slots: int = 1
     lanes: Lanes | None = None
+    traces: ExpertTraces | None = None
 
     @property
     def port(self) -> int:
@@ -132,6 +135,7 @@ class Loader:
         version: str,
         tables: Tables = lambda: None,
         colocated: bool = False,
+        tracer: Tracer | None = None,
     ) -> None:
         assert settings.model is not None, "load_settings requires it of this role"
         assert settings.fabric_secret_file is not None, "load_settings requires it of this role"
@@ -143,7 +147,7 @@ class Loader:
         self._lanes = lanes_for(settings.fabric_lane, device)
         self._tables = tables
         self.faults = Faults()
-        self._colocated = colocated
+        self._colocated, self._tracer = colocated, tracer
 
     def __call__(self, group: ShardGroup, seat: int, stopped: threading.Event) -> TcpServing:
         """Load ``group`` and serve it in ``seat``.
@@ -167,6 +171,7 @@ class Loader:
             extensions.append(LaneServer(self._lanes))
         if memory is not None:
             extensions.append(memory)
+        traces = None if self._tracer is None else ExpertTraces(self._tracer, group, seat)
         server = ExpertServer(
             shard.forward
             if self._device.type == "cpu"
@@ -180,9 +185,10 @@ class Loader:
             tls=self._tls,
             extensions=extensions,
             faults=self.faults,
+            traces=traces,
         )
         server.start()
-        return TcpServing(group, server, memory, self._spec.top_k, self._lanes)
+        return TcpServing(group, server, memory, self._spec.top_k, self._lanes, traces)
 
     def _shared_memory(self, group: ShardGroup, shard: ExpertShard) -> SharedMemoryServer | None:
         """Share memory unless a layer has no experts here: steps come with all layers."""

@@ -35,11 +35,13 @@ from services.gateway.openai_format import ChatFormat, CompletionFormat, Format
 from services.gateway.parse import B, Parser
 from services.gateway.recent import Recent
 from services.gateway.refusals import Refusals
+from services.gateway.request_trace import TracedRequests
 from services.gateway.results import ResultFollower
 from services.gateway.schema import ChatBody, CompletionBody, DetokenizeBody, GenerationBody, TokenizeBody
 from services.gateway.stream import EventResponse, LongResponse, WholeResponse
 from services.gateway.tokenize import TokenizerRoutes
 from services.metrics import CONTENT_TYPE, GatewayMetrics
+from services.runtime.tracing import Tracer
 
 Key = Annotated[str | None, Header(alias="Idempotency-Key", description="Same key and body: the same answer.")]
 Authorization = Annotated[str | None, Header(include_in_schema=False)]
@@ -71,6 +73,7 @@ class Parts:
     """/metrics is served by :func:`build_metrics_app` alone."""
     allowed_origins: Sequence[str] = ()
     """Origins of web pages that browsers let use the API; ``*`` is all."""
+    tracer: Tracer | None = None
 
 
 def build_app(parts: Parts) -> ASGIApp:
@@ -100,8 +103,10 @@ def build_app(parts: Parts) -> ASGIApp:
             allow_origins=parts.allowed_origins,
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", "retry-after"],
+            expose_headers=["x-request-id", "retry-after", "traceparent"],
         )
+    if parts.tracer is not None:
+        inner = TracedRequests(inner, parts.tracer)
     return RequestContext(inner, parts.metrics, lambda: parts.intake.leaving)
 
 

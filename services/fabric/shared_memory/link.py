@@ -278,6 +278,14 @@ class SharedMemoryLink:
         """Return :meth:`TcpLink.stalled_s` of rows over tcp: the host does not see what a device waits for."""
         return self.tcp.stalled_s()
 
+    def trace(self, context: bytes) -> None:
+        """Send ``context`` along with the rows that go over tcp; those in shared memory have no room for it."""
+        self.tcp.trace(context)
+
+    def resent(self, handle: SharedMemoryHandle) -> int:
+        """Return :meth:`TcpLink.resent`."""
+        return 0 if handle.tcp is None else self.tcp.resent(handle.tcp)
+
     def faults(self) -> dict[str, int]:
         """Return :meth:`TcpLink.faults`."""
         return self.tcp.faults()
