@@ -86,6 +86,7 @@ COMMANDS = {
     "status": Command(
         "show whether a deployment is up, and what is missing and why", _from("services.status.__main__")
     ),
+    "trace": Command("show what one request passed, in all processes", _from("services.cli.trace.command")),
     "plan": Command(
         "recommend a layout for a model and its GPUs, with the command that runs it", _from("services.planner.plan")
     ),

@@ -1,8 +1,8 @@
 """The part of expert workers in traces. In: calls that came with the context of a step's exchange. Out: spans.
 
 A step has one span here for all its layers, within the exchange that sent them: first call came, last one computed,
-totals between. It ends with the last layer; with two micro-batches what is left of the second one has a span of its own.
-If steps are traced, each computation is a slice, too.
+totals between. It ends with the last layer; what is left of a second micro-batch then has a span of its
+own. If steps are traced, each computation is a slice, too.
 """
 
 from __future__ import annotations
