@@ -45,6 +45,8 @@ from services.runtime.tracing import Tracer
 
 Key = Annotated[str | None, Header(alias="Idempotency-Key", description="Same key and body: the same answer.")]
 Authorization = Annotated[str | None, Header(include_in_schema=False)]
+_NO_TELEMETRY: Any = dict.fromkeys(("auto_configure", "tracing", "metrics", "logs"), False)
+"""FastAPI traces by itself where it is told to by its own variable: each request twice, and what clients sent in it."""
 _PAGES_PER_S = 20.0
 """Pages of metrics; making one takes some milliseconds of the event loop."""
 _POSTED = (400, 401, 404, 415, 429)
@@ -83,6 +85,7 @@ def build_app(parts: Parts) -> ASGIApp:
         version=parts.version,
         description="OpenAI-compatible server for Mixture-of-Experts language models.",
         redirect_slashes=False,
+        telemetry=_NO_TELEMETRY,
         openapi_url=None,  # FastAPI's own asks for no key, and its pages load scripts of other sites
     )
     app.add_exception_handler(RequestError, on_request_error(Refusals(parts.metrics)))
@@ -112,7 +115,7 @@ def build_app(parts: Parts) -> ASGIApp:
 
 def build_metrics_app(parts: Parts) -> ASGIApp:
     """Builds an application that serves /metrics alone, for a port that clients do not reach."""
-    app = FastAPI(openapi_url=None)
+    app = FastAPI(openapi_url=None, telemetry=_NO_TELEMETRY)
     _add_metrics(app, parts)
     return app
 

@@ -39,6 +39,7 @@ from services.gateway.tokenize import TokenizerRoutes
 from services.gateway.tokenizer import SpecialTokens, TextCodec
 from services.messages import AttemptLost, GenerateRequest, TokenEvent, TokenLogprob
 from services.metrics import GatewayMetrics
+from services.runtime.tracing import Tracer
 
 BOS, EOS = "<|bos|>", "<|eos|>"
 TEMPLATE = (
@@ -260,6 +261,7 @@ async def _running(
     request_timeout_s: float = 60.0,
     lease_s: float = 6.0,
     max_len: int = 256,
+    tracer: Tracer | None = None,
 ) -> AsyncIterator[Harness]:
     registry = CollectorRegistry()
     metrics, queue = GatewayMetrics(registry), queue or ScriptedQueue()
@@ -318,6 +320,7 @@ async def _running(
         same_machine=same_machine,
         separate_metrics=separate_metrics,
         allowed_origins=allowed_origins,
+        tracer=tracer,
     )
     app = build_app(parts)
     listener = listen("127.0.0.1", 0)
