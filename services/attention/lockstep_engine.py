@@ -211,6 +211,9 @@ class LockstepEngine:
     def stats(self) -> EngineStats:
         return self._engine.stats()
 
+    def exemplar(self) -> dict[str, str] | None:
+        return self._engine.exemplar()
+
     def step(self) -> list[TokenEvent]:
         """Take one turn of all ranks, or agree that there is nothing to do.
 

@@ -39,9 +39,14 @@ class Growth:
 class StepObserver:
     """Brings the engine's series up to date after each step. Runs on the engine's thread."""
 
-    def __init__(self, metrics: WorkerMetrics, read: Callable[[], EngineStats]) -> None:
+    def __init__(
+        self,
+        metrics: WorkerMetrics,
+        read: Callable[[], EngineStats],
+        exemplar: Callable[[], dict[str, str] | None] = lambda: None,
+    ) -> None:
         self._metrics = metrics
-        self._read = read
+        self._read, self._exemplar = read, exemplar
         self._growth = Growth()
         self._used, self._cached, self._free = (metrics.kv_blocks.labels(state) for state in ("used", "cached", "free"))
         self._totals = {
@@ -69,7 +74,7 @@ class StepObserver:
             return
         self.busy_s += reading.step_seconds
         self.lanes = 2 if reading.step_overlapped else 1
-        metrics.step_time.observe(reading.step_seconds)
+        metrics.step_time.observe(reading.step_seconds, exemplar=self._exemplar())
         metrics.batch_tokens.observe(reading.step_tokens)
         metrics.overlapped.set(reading.step_overlapped)
         for name, counter in self._totals.items():

@@ -119,7 +119,7 @@ class AttentionService:
         if not await self._warmed_up(built, stop):
             return
         metrics = self._metrics
-        steps = StepObserver(metrics, built.engine.stats)
+        steps = StepObserver(metrics, built.engine.stats, built.engine.exemplar)
         self._worker = worker = AttentionWorker(
             info=self._info(built, metrics_url),
             engine=built.engine,

@@ -35,7 +35,7 @@ class SequenceTrace:
         self._tracer = tracer
         self._span = tracer.span("batch wait", attempt, start_ns=now_ns)
         self._mentioned = state.generated
-        self._waiting = self._prefilling = True
+        self.waiting = self._prefilling = True
 
     @property
     def phase(self) -> str:
@@ -47,8 +47,8 @@ class SequenceTrace:
         return self.steps < DETAILED_STEPS or self.steps % DETAILED_STEPS == 0
 
     def admitted(self, now_ns: int) -> None:
-        if self._waiting:
-            self._waiting = False
+        if self.waiting:
+            self.waiting = False
             cached = {"expertmesh.cached_tokens": self.state.cached_tokens}
             self._next("prefill", now_ns).attributes.update(cached)
         else:
@@ -93,6 +93,8 @@ class SequenceTraces:
     def __init__(self, tracer: Tracer, clock_ns: Callable[[], int] = time.time_ns) -> None:
         self._tracer, self._clock_ns = tracer, clock_ns
         self._open: dict[str, SequenceTrace] = {}
+        self.exemplar: dict[str, str] | None = None
+        """What a histogram remembers the last step by: the trace of one of its sequences."""
 
     def added(self, state: SequenceState) -> None:
         request = state.request
@@ -110,6 +112,7 @@ class SequenceTraces:
 
     def completed(self, prompts: Sequence[Piece]) -> None:
         """Note what a step has computed."""
+        self.exemplar = None
         if not self._open:
             return
         now_ns = self._clock_ns()
@@ -118,6 +121,8 @@ class SequenceTraces:
                 trace.chunk(piece, now_ns)
         for trace in self._open.values():
             trace.stepped(now_ns)
+            if not trace.waiting:
+                self.exemplar = {"trace_id": trace.attempt.trace_hex}
 
     def ended(self, events: Sequence[TokenEvent]) -> None:
         """Note the ends among ``events``."""

@@ -128,7 +128,7 @@ class Engine(Generic[HandleT]):
     def _reset(self) -> None:
         """Forget all requests, cached prefixes and figures."""
         self._pool = BlockPool(self._kv.num_blocks, self._kv.block_size)
-        traces = None if self._tracing is None else SequenceTraces(self._tracing.tracer)
+        traces = self._traces = None if self._tracing is None else SequenceTraces(self._tracing.tracer)
         self._batch = BatchManager(self._limits, self._pool, self._clock, traces)
         if self._graphs is not None:
             self._graphs.steps = 0
@@ -229,6 +229,10 @@ class Engine(Generic[HandleT]):
         """
         self._steps.step()
         return self._batch.drain()
+
+    def exemplar(self) -> dict[str, str] | None:
+        """Return what a histogram remembers the last step by, if a sequence in it is traced."""
+        return None if self._traces is None else self._traces.exemplar
 
     def stats(self) -> EngineStats:
         counters = self._batch.counters
