@@ -46,7 +46,7 @@ from services.runtime.tracing import Tracer
 Key = Annotated[str | None, Header(alias="Idempotency-Key", description="Same key and body: the same answer.")]
 Authorization = Annotated[str | None, Header(include_in_schema=False)]
 _NO_TELEMETRY: Any = dict.fromkeys(("auto_configure", "tracing", "metrics", "logs"), False)
-"""FastAPI traces by itself where it is told to by its own variable: each request twice, and what clients sent in it."""
+"""FastAPI traces by itself where a variable of its own asks for it: each request twice, and what clients sent in it."""
 _PAGES_PER_S = 20.0
 """Pages of metrics; making one takes some milliseconds of the event loop."""
 _POSTED = (400, 401, 404, 415, 429)

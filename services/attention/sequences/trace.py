@@ -58,6 +58,8 @@ class SequenceTrace:
         self._span.event("preempted", {"expertmesh.computed_tokens": self.state.computed}, at_ns=now_ns)
 
     def chunk(self, piece: Piece, now_ns: int) -> None:
+        if self.state.computed < piece.end:  # the step has failed
+            return
         extent = {"expertmesh.start": piece.start, "expertmesh.tokens": piece.length}
         self._span.event("chunk", extent, at_ns=now_ns)
         if piece.draws and self._prefilling:

@@ -73,7 +73,7 @@ class StepSlices:
 
 
 class TimedMark:
-    """A :class:`services.model.transfer.Mark` that can tell the time since another one."""
+    """A :class:`services.model.transfer.Mark` that knows the time since another one."""
 
     def __init__(self, device: torch.device) -> None:
         self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

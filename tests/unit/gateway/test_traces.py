@@ -43,8 +43,8 @@ async def test_the_trace_of_the_client_goes_on_in_the_request(start):
     assert request.attributes["gen_ai.response.finish_reasons"] == ["stop"]
     assert request.attributes["gen_ai.response.id"] == answer.json()["id"]
     assert [event.name for event in attempt.events] == ["first token"]
-    told = [(span.name, span.attributes, span.events, span.error) for span in spans.all]
-    assert not any(word in str(told) for word in WORDS.split()), "what clients write is nowhere"
+    written = [(span.name, span.attributes, span.events, span.error) for span in spans.all]
+    assert not any(word in str(written) for word in WORDS.split()), "what clients write is nowhere"
 
 
 async def test_a_malformed_context_begins_a_new_trace(start):

@@ -16,7 +16,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from testkit.collector import collecting
 from testkit.spans import Spans
 
-from services.config import Settings
+from services.config import Settings, require
 from services.errors import ConfigError, TracingExtraMissing
 from services.runtime.logs import bind_trace_id, configure_logging
 from services.runtime.tracing import TraceContext, check_tracing, current_span, opening, span_here, tracing
@@ -222,6 +222,17 @@ def test_steps_are_traced_into_files_unless_said_otherwise(tmp_path: Path) -> No
     assert not traces_steps(trace_folder=tmp_path, trace_steps="off")
     assert not traces_steps(otlp_endpoint="http://127.0.0.1:9")
     assert traces_steps(otlp_endpoint="http://127.0.0.1:9", trace_steps="on")
+
+
+def test_a_role_needs_a_place_for_its_traces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OTEL_EXPORTER_OTLP_ENDPOINT", raising=False)
+    settings = Settings(redis_url="redis://h", trace_sample=0.5)
+    with pytest.raises(ConfigError, match="traces have no place to go"):
+        require(settings, "scheduler")
+    require(settings.model_copy(update={"trace_folder": Path("/t")}), "scheduler")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://collector:4318")
+    require(settings, "scheduler")
+    assert not Settings().traces_wanted, "the variable alone turns nothing on"
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
