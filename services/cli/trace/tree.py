@@ -69,7 +69,8 @@ def _collapsed(nodes: Sequence[Node]) -> list[Node]:
         group = list(alike)
         if len(group) > FEW:
             spans = [span for node in group for span in node.spans]
-            group = [Node(spans=spans, children=[child for node in group for child in node.children])]
+            children = [child for node in group for child in node.children]
+            group = [Node(spans=spans, children=children, orphan=all(node.orphan for node in group))]
         found += group
     for node in found:
         node.children = _collapsed(node.children)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from testkit.fabric.recording_link import RecordingLink
 from testkit.models.engines import MakeEngine, ask, run, tokens
 from testkit.spans import Spans
 
+from services.attention.step import traced_pipeline
 from services.attention.step.engine import EngineTracing
 from services.attention.step.pipeline import StepPipeline
 from services.errors import ExpertUnavailable
@@ -69,6 +71,32 @@ def test_every_step_is_sliced(build_engine: MakeEngine) -> None:
         assert all(step.start_ns <= span.start_ns <= span.end_ns <= step.end_ns for span in parts)
         assert {span.attributes["thread.name"] for span in (step, *parts)} == {"engine"}
     assert {span.name for span in spans.all if not span.steps} == set()
+
+
+def test_the_time_of_a_device_is_read_when_its_step_is(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Mark:
+        def __init__(self, device: Any) -> None:
+            del device
+            self.waited = False
+
+        def wait(self) -> None:
+            self.waited = True
+
+        def ms_since(self, earlier: Mark) -> float:
+            assert (earlier.waited, self.waited) == (False, True), "the host waits for nothing but the step"
+            return 2.5
+
+    monkeypatch.setattr(traced_pipeline, "TimedMark", Mark)
+    spans = Spans(steps=True)
+    engine = make_engine(tracing=EngineTracing(spans.tracer, None, None))
+    engine._steps._times_gpu, engine._steps._mark = True, Mark
+    run(engine, ask("a", PROMPT, 4))
+    gpu = spans.named("gpu")
+    assert [span.end_ns - span.start_ns for span in gpu] == [2_500_000] * 4
+    assert {span.attributes["thread.name"] for span in gpu} == {"gpu"}
+    assert engine._steps._gpu_began == {}
 
 
 def test_without_a_tracer_there_is_nothing_of_it(make_engine: MakeEngine) -> None:

@@ -138,7 +138,7 @@ def test_without_a_trace_it_says_why(run: Run, folder: Path, served: Callable[..
     assert "attempt 2" in run(0, "trace", "mine", "--url", "http://127.0.0.1:8002/v1").out
 
 
-def test_a_request_that_was_not_sampled_is_told_from_an_unknown_one(run: Run, tmp_path: Path) -> None:
+def test_a_request_that_was_not_sampled_is_not_called_unknown(run: Run, tmp_path: Path) -> None:
     settings = Settings(trace_folder=tmp_path, trace_sample=0.01, process="gateway")
     with tracing(settings, "gateway") as tracer:
         assert tracer is not None
