@@ -108,7 +108,8 @@ def main() -> None:
                     rounds[way].append(result)
         print(f"{given.layout}, {given.streams} streams, medians of {given.rounds} rounds of {given.seconds:g} s")
         print(f"{'way':<6} {'requests/s':>10} {'step ms':>8} {'CPU ms/token':>13} {'of off':>7}")
-        for way, results in rounds.items():
+        for way in servers:
+            results = rounds[way]
             middle = {
                 name: statistics.median(getattr(result, name) for result in results)
                 for name in ("requests_s", "step_ms", "cpu_ms")
