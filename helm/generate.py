@@ -35,6 +35,7 @@ OWNED = {
     *("log_format", "kubernetes_selector", "autoscale", "sleep_after", "scale_down_after"),
     *("target_ttft", "target_tpot", "shard_replicas", "min_replicas", "max_replicas"),
     *("min_attention", "max_attention", "min_gateways", "max_gateways"),
+    *("otlp_endpoint", "trace_sample", "trace_folder"),
     *filter(is_hidden, Settings.model_fields),
 }
 """Settings that the chart sets from other values, or that mean nothing in a cluster."""

@@ -16,7 +16,7 @@ OWNERS = (
     *PODS,
     *("images.control", "images.worker", "images.redis", "model.image", "fabric"),
     *("autoscaling.experts", "autoscaling.attention", "autoscaling.gateway"),
-    *("metrics.podMonitor", "metrics.prometheusRule"),
+    *("metrics.podMonitor", "metrics.prometheusRule", "tracing"),
 )
 """Values whose parts may share a row of the table."""
 _LONG = 150

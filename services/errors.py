@@ -122,6 +122,18 @@ class WorkerExtraMissing(ConfigError):
         )
 
 
+class TracingExtraMissing(ConfigError):
+    """Traces are asked for, and OpenTelemetry is not installed."""
+
+    code = "tracing_extra_missing"
+
+    def __init__(self, package: str) -> None:
+        super().__init__(
+            f"Traces are asked for, but the Python package {package} is not installed.",
+            hint="Run `pip install 'expertmesh[tracing]'`, or leave out --otlp-endpoint and --trace-*.",
+        )
+
+
 class CheckpointError(StartupError):
     code = "checkpoint_error"
     exit_code = 3

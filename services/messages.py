@@ -68,7 +68,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     ``token_ids`` has only what follows it. ``attempt`` is the fencing token: results of a lower attempt are refused.
     ``deadline_ms`` is absolute, by Redis TIME; ``reply_to`` the result stream of a gateway process, which reads
     messages up to the version ``wire``. ``queued_ms`` is how long this attempt waited in the queue, 0 before.
-    Requests share cached prefixes with those alone that have the same ``cache_salt``.
+    Requests share cached prefixes with those alone that have the same ``cache_salt``. ``traceparent`` is the context of
+    this attempt's span (:mod:`services.runtime.tracing`); empty where the request is not traced.
     """
 
     id: str
@@ -84,6 +85,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     wire: int = OLDEST_WIRE
     cache_salt: str = ""
     queued_ms: int = 0
+    traceparent: str = ""
 
     @property
     def max_len(self) -> int:
@@ -94,6 +96,10 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     def cost(self) -> int:
         """Tokens charged to the tenant and to a worker's credit: the prompt, the longest answer, a share for scores."""
         return self.max_len + -(-self.sampling.scores(self.prompt_len) // SCORES_PER_TOKEN)
+
+    def traced(self, traceparent: str) -> GenerateRequest:
+        """Return this request with the context under which it is traced."""
+        return msgspec.structs.replace(self, traceparent=traceparent)
 
     @property
     def delivered(self) -> int:

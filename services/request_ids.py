@@ -45,9 +45,14 @@ def request_id_of(sequence: str) -> str:
     return base.rpartition(".")[0] or base
 
 
-def about(sequence: str, attempt: int | None = None, tenant: str | None = None) -> dict[str, object]:
-    """Return the fields of a log line about a sequence of ``tenant``, or about one attempt of it, for ``extra``."""
+def about(
+    sequence: str, attempt: int | None = None, tenant: str | None = None, *, traceparent: str = ""
+) -> dict[str, object]:
+    """Return the fields of a log line about a sequence of ``tenant``, or about one attempt of it, for ``extra``.
+    ``traceparent`` is that of its request."""
     fields: dict[str, object] = {"request_id": request_id_of(sequence), "sequence": sequence}
+    if traceparent:
+        fields["trace_id"] = traceparent[3:35]  # version 00 of W3C's format: 00-<trace>-<span>-<flags>
     if attempt is not None:
         fields["attempt"] = attempt
     return fields | ({"tenant": tenant} if tenant else {})

@@ -46,7 +46,7 @@ print("\n".join(text for name, text in sorted(mine.items()) if name not in contr
 PY
 }
 rm -f $work/*.lock
-lock control.lock pyproject.toml --extra kubernetes -c constraints.txt
+lock control.lock pyproject.toml --extra kubernetes --extra tracing -c constraints.txt
 echo hatchling | lock build.lock -
 grep -v -E '^(torch|triton)==' constraints.txt > $work/cpu.txt
 version=$(sed -n 's/^torch==//p' constraints.txt)

@@ -219,6 +219,9 @@ class LockstepEngine:
     def take_durations(self) -> Durations:
         return self._engine.take_durations()
 
+    def exemplar(self) -> dict[str, str] | None:
+        return self._engine.exemplar()
+
     def step(self) -> list[TokenEvent]:
         """Take one turn of all ranks, or agree that there is nothing to do.
 

@@ -15,7 +15,7 @@ from services.attention.lockstep_engine import Departure, LockstepEngine, Lockst
 from services.attention.metrics import Growth, TotalsObserver
 from services.attention.service import AttentionService
 from services.attention.setup.build import CHECKPOINT, Built, engine_options, load_model, served_model
-from services.attention.step.engine import Engine
+from services.attention.step.engine import Engine, EngineTracing
 from services.attention.worker import AttentionWorker, EngineError
 from services.errors import LockstepBroken, LockstepLeft, QueueUnavailable
 from services.metrics import WorkerMetrics
@@ -59,7 +59,8 @@ class LockstepService(AttentionService):
             link = rank.connect(self._id, progress)
         # Neither overlap, nor graphs, nor lookahead: the ranks must cut their steps alike.
         options = engine_options(settings, served.capacity, lookahead="off")
-        engine = Engine(model=model, link=link, options=options, clock=self._clock.now_ms)
+        traced = None if self._tracer is None else EngineTracing(self._tracer, None, "lockstep")
+        engine = Engine(model=model, link=link, options=options, clock=self._clock.now_ms, tracing=traced)
         stepped = LockstepEngine(engine, rank)
         return Built(served=served, engine=stepped, link=link, load_s={CHECKPOINT: loaded_s + rank.load_s})
 

@@ -19,7 +19,8 @@ def log_start(request: GenerateRequest) -> None:
     """Log that an attempt begins."""
     if log.isEnabledFor(logging.DEBUG):
         counts = {"prompt_tokens": request.prompt_len, "delivered": request.delivered, "queue_ms": request.queued_ms}
-        log.debug("started", extra={**about(request.id, request.attempt, request.tenant), **counts})
+        ids = about(request.id, request.attempt, request.tenant, traceparent=request.traceparent)
+        log.debug("started", extra={**ids, **counts})
 
 
 def log_end(event: TokenEvent, tenant: str | None = None) -> None:

@@ -12,12 +12,14 @@ from services.config import ATTENTION, Settings
 from services.model.hub import with_checkpoint
 from services.queue.role_service import run_role_service
 from services.runtime import run_role
+from services.runtime.tracing import tracing
 
 
 async def attend(settings: Settings, stop: asyncio.Event) -> None:
     """Run an attention worker until ``stop``; then drain."""
     service = LockstepService if settings.layout == "lockstep" else AttentionService
-    await run_role_service(ATTENTION, settings, stop, partial(service, settings))
+    with tracing(settings, ATTENTION) as tracer:
+        await run_role_service(ATTENTION, settings, stop, partial(service, settings, tracer=tracer))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -35,6 +35,7 @@ from services.queue.tables import TableReader
 from services.queue.worker_side import WorkerQueue
 from services.runtime import CRASHED, in_daemon, incarnation
 from services.runtime.tasks import end_tasks, first_done, unless_stopped
+from services.runtime.tracing import Tracer
 from services.wire import WIRE
 
 METRICS_EVERY_S = 1.0
@@ -56,11 +57,17 @@ class AttentionService:
     _buffer_tokens: ClassVar[int | None] = BUFFER_TOKENS
 
     def __init__(
-        self, settings: Settings, redis: Redis, registry: CollectorRegistry, *, colocated: bool = False
+        self,
+        settings: Settings,
+        redis: Redis,
+        registry: CollectorRegistry,
+        *,
+        colocated: bool = False,
+        tracer: Tracer | None = None,
     ) -> None:
         self._settings = settings
         self._redis = redis
-        self._colocated = colocated
+        self._colocated, self._tracer = colocated, tracer
         self._clock = RedisClock(redis)
         self._metrics = WorkerMetrics(registry)
         if settings.metrics_vllm_names:
@@ -85,7 +92,9 @@ class AttentionService:
         return experts + (self._worker.missing() if self._worker else [] if experts else [awaited])
 
     def _build(self) -> Built[Any]:
-        return build(self._settings, self._clock.now_ms, worker=self._id, colocated=self._colocated)
+        return build(
+            self._settings, self._clock.now_ms, worker=self._id, colocated=self._colocated, tracer=self._tracer
+        )
 
     async def _with_experts(self, built: Built[Any], metrics_url: str, stop: asyncio.Event) -> None:
         """Serve as soon as all experts can be reached: at once, if they are in this process."""
@@ -112,7 +121,7 @@ class AttentionService:
         if not await self._warmed_up(built, stop):
             return
         metrics = self._metrics
-        steps = StepObserver(metrics, built.engine.stats, built.engine.take_durations)
+        steps = StepObserver(metrics, built.engine.stats, built.engine.take_durations, built.engine.exemplar)
         for source, seconds in built.load_s.items():
             metrics.weight_load.labels(source).set(seconds)
         self._worker = worker = AttentionWorker(
@@ -126,6 +135,7 @@ class AttentionService:
             on_given_up=metrics.given_up.inc,
             on_held_back=metrics.held_back.inc,
             lacks=self._experts.missing if self._experts else lambda: (),
+            tracer=self._tracer,
         )
         metrics.publish_backlog.set_function(lambda: worker.unpublished)
         idle = partial(Growth().follow, metrics.engine_idle)

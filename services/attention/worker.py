@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from services.queue.clock import RedisClock
 from services.queue.connect import MAX_BLOCK_MS
 from services.queue.worker_side import FIRST_ID, WorkerQueue
 from services.runtime.tasks import end_tasks, first_done, unless_stopped
+from services.runtime.tracing import Tracer
 
 HEARTBEATS_PER_LEASE = 4
 FLUSH_S = 2.0
@@ -68,6 +70,7 @@ class AttentionWorker:
         on_given_up: called with the number of attempts that ended because experts could not be reached.
         on_held_back: called with the seconds that the engine paused because a gateway lagged.
         lacks: names what keeps the engine from computing, such as experts that cannot be reached; called often.
+        tracer: traces what is published, if it traces steps.
     """
 
     def __init__(
@@ -83,6 +86,7 @@ class AttentionWorker:
         on_given_up: Callable[[int], None] = lambda _: None,
         on_held_back: Callable[[float], None] = lambda _: None,
         lacks: Callable[[], Sequence[str]] = lambda: (),
+        tracer: Tracer | None = None,
     ) -> None:
         self._info = info
         self._queue = queue
@@ -91,6 +95,7 @@ class AttentionWorker:
         self._on_refused = on_refused
         self._on_given_up = on_given_up
         self._on_held_back = on_held_back
+        self._tracer = tracer
         self._in_flight = InFlightRequests()
         self._loop = asyncio.get_running_loop()
         self._engine_ended: asyncio.Future[None] = self._loop.create_future()
@@ -219,11 +224,18 @@ class AttentionWorker:
 
     async def _publish(self, events: Sequence[TokenEvent]) -> set[str]:
         kept = [event for event in events if not _given_up(event)]
-        refused = await self._queue.publish(self._info.id, kept) if kept else set()
+        refused = await self._published(kept) if kept else set()
         given_up = {event.request_id: event.attempt for event in events if _given_up(event)}
         if error := next((event.error for event in events if _given_up(event)), None):
             await self._give_up(given_up, error)
         return refused
+
+    async def _published(self, events: Sequence[TokenEvent]) -> set[str]:
+        if self._tracer is None or not self._tracer.steps:
+            return await self._queue.publish(self._info.id, events)
+        with self._tracer.step("publish", time.time_ns()) as span:
+            span.attributes |= {"thread.name": "publisher", "expertmesh.events": len(events)}
+            return await self._queue.publish(self._info.id, events)
 
     async def _hold_back(self) -> None:
         if seconds := await self._backpressure.wait():

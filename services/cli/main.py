@@ -92,6 +92,7 @@ COMMANDS = {
     "observe": Command(
         "run Prometheus and the dashboards for the servers of this machine", _from("services.observe.__main__")
     ),
+    "trace": Command("show what one request passed, in all processes", _from("services.cli.trace.command")),
     "plan": Command(
         "recommend a layout for a model and its GPUs, with the command that runs it", _from("services.planner.plan")
     ),

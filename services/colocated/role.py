@@ -22,6 +22,7 @@ from services.model.hub import with_checkpoint
 from services.queue.role_service import RoleService, run_role_service
 from services.runtime import run_role
 from services.runtime.tasks import end_tasks, first_done
+from services.runtime.tracing import Tracer, tracing
 
 DEREGISTER_S = 2.0
 """How long a seat whose attention has failed may take to deregister, before its lease has to expire."""
@@ -55,9 +56,11 @@ async def run_both(attention: RoleService, experts: RoleService, metrics_url: st
 class ColocatedRole:
     """An attention worker and an expert worker. ``registry`` gets the series of both."""
 
-    def __init__(self, settings: Settings, redis: Redis, registry: CollectorRegistry) -> None:
-        self._attention = AttentionService(settings, redis, registry, colocated=True)
-        self._experts = ExpertsRole(settings, redis, registry, colocated=True)
+    def __init__(
+        self, settings: Settings, redis: Redis, registry: CollectorRegistry, *, tracer: Tracer | None = None
+    ) -> None:
+        self._attention = AttentionService(settings, redis, registry, colocated=True, tracer=tracer)
+        self._experts = ExpertsRole(settings, redis, registry, colocated=True, tracer=tracer)
 
     async def run(self, metrics_url: str, stop: asyncio.Event) -> None:
         """Load, serve until ``stop``, drain."""
@@ -78,7 +81,8 @@ async def colocate(settings: Settings, stop: asyncio.Event) -> None:
     """Run attention and experts until ``stop``; then drain."""
     settings = colocated(settings)
     load_kernels_early(os.environ)
-    await run_role_service(COLOCATED, settings, stop, partial(ColocatedRole, settings))
+    with tracing(settings, COLOCATED) as tracer:
+        await run_role_service(COLOCATED, settings, stop, partial(ColocatedRole, settings, tracer=tracer))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

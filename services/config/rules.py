@@ -258,6 +258,14 @@ def _encrypted_rows_have_no_lane(settings: Settings, role: Role | None) -> None:
         )
 
 
+def _traces_have_a_place(settings: Settings, role: Role | None) -> None:
+    if role is not None and settings.traces_wanted and not settings.traces_have_a_place:
+        raise ConfigError(
+            f"The {TITLES[role]} is to trace requests, but their traces have no place to go.",
+            hint="Give --otlp-endpoint URL or --trace-folder DIR.",
+        )
+
+
 def _connects(settings: Settings, role: Role | None) -> bool:
     """Returns whether rows go between this process and attention or expert workers."""
     return role == EXPERTS or (role == ATTENTION and settings.uses_seats)
@@ -282,4 +290,5 @@ RULES: tuple[Rule, ...] = (
     _rows_have_a_secret,
     _names_are_proven,
     _encrypted_rows_have_no_lane,
+    _traces_have_a_place,
 )

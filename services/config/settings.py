@@ -21,6 +21,7 @@ from services.config.sections import (
     ProcessSettings,
     QueueSettings,
     ScalingSettings,
+    TracingSettings,
 )
 
 ENV_PREFIX = "EXPERTMESH_"
@@ -31,7 +32,7 @@ _SECTIONS: dict[str, tuple[type[BaseModel], ...]] = {
     "Layout and experts": (ExpertSettings, LockstepSettings),
     "Redis and queue": (QueueSettings,),
     "Autoscaling": (ScalingSettings,),
-    "Observability": (ProcessSettings,),
+    "Observability": (ProcessSettings, TracingSettings),
 }
 TOPICS = {
     topic: tuple(name for section in sections for name in section.model_fields) for topic, sections in _SECTIONS.items()
@@ -40,6 +41,7 @@ TOPICS = {
 
 
 class Settings(  # pydantic takes the fields of the last base first
+    TracingSettings,
     ProcessSettings,
     ScalingSettings,
     QueueSettings,
@@ -81,7 +83,7 @@ class Settings(  # pydantic takes the fields of the last base first
 
     @field_validator(
         *("model", "api_keys_file", "fabric_secret_file", "fabric_tls_cert", "fabric_tls_key", "fabric_tls_ca"),
-        "redis_url_file",
+        *("redis_url_file", "trace_folder"),
     )
     @classmethod
     def _home(cls, value: Path | None) -> Path | None:

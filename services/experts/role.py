@@ -16,7 +16,7 @@ from redis.asyncio import Redis
 from services.config import EXPERTS, Settings
 from services.errors import ConfigError, QueueUnavailable
 from services.experts.observer import ExpertsObserver
-from services.experts.serving import Loader
+from services.experts.serving import Loader, TcpServing
 from services.experts.worker import ExpertWorker, Timing
 from services.messages import ExpertInfo
 from services.metrics import ExpertMetrics
@@ -33,6 +33,7 @@ from services.queue.role_service import run_role_service
 from services.queue.tables import TableReader
 from services.routing import RoutingTable
 from services.runtime import advertised, incarnation, node_name, run_role
+from services.runtime.tracing import Tracer, tracing
 
 REFRESH_S = 1.0
 TABLE_S = 5.0
@@ -61,7 +62,13 @@ class ExpertsRole:
     """
 
     def __init__(
-        self, settings: Settings, redis: Redis, registry: CollectorRegistry, *, colocated: bool = False
+        self,
+        settings: Settings,
+        redis: Redis,
+        registry: CollectorRegistry,
+        *,
+        colocated: bool = False,
+        tracer: Tracer | None = None,
     ) -> None:
         assert settings.model is not None, "load_settings requires it of this role"
         if settings.threads is not None:
@@ -69,7 +76,7 @@ class ExpertsRole:
         self._settings, self._spec = settings, with_weights(load_spec(settings.model), settings.model)
         if not self._spec.moe_layers:
             raise ConfigError(f"The model in {settings.model} has no experts.", hint="Serve it without expert workers.")
-        self._metrics, self._colocated = ExpertMetrics(registry), colocated
+        self._metrics, self._colocated, self._tracer = ExpertMetrics(registry), colocated, tracer
         keys, limits = Keys(settings.namespace), QueueLimits.of(settings)
         quarantine = Quarantine.of(redis, settings, EXPERTS, self._metrics.unreadable)
         self._queue = ExpertQueue(redis, keys, limits, quarantine=quarantine)
@@ -90,6 +97,7 @@ class ExpertsRole:
             version=version("expertmesh"),
             tables=partial(_newest, self._reader, asyncio.get_running_loop()),
             colocated=self._colocated,
+            tracer=self._tracer,
         )
         self._worker = worker = ExpertWorker(
             info=_info(settings, self._spec, name, metrics_url),
@@ -101,7 +109,8 @@ class ExpertsRole:
         log.info("expert worker %s on %s", name, device)
         observer = ExpertsObserver(self._metrics, worker, loader.faults, by_layer=settings.layer_series)
         memory = partial(show_memory, self._metrics.gpu_memory, device)
-        observing = asyncio.create_task(_observe(observer.refresh, memory))
+        traced = () if self._tracer is None else (partial(_end_idle, worker),)
+        observing = asyncio.create_task(_observe(observer.refresh, memory, *traced))
         try:
             await worker.run(stop)
             self._over = True
@@ -113,6 +122,12 @@ class ExpertsRole:
         if self._over:
             return []
         return self._worker.missing() if self._worker else ["a seat"]
+
+
+def _end_idle(worker: ExpertWorker) -> None:
+    """End the spans of steps that no call comes for any more."""
+    if isinstance(worker.serving, TcpServing) and worker.serving.traces is not None:
+        worker.serving.traces.end_idle()
 
 
 def _newest(reader: TableReader, loop: asyncio.AbstractEventLoop) -> RoutingTable | None:
@@ -147,7 +162,8 @@ def _info(settings: Settings, spec: ModelSpec, name: str, metrics_url: str) -> E
 
 async def host_experts(settings: Settings, stop: asyncio.Event) -> None:
     """Run an expert worker until ``stop``; then leave its seat."""
-    await run_role_service(EXPERTS, settings, stop, partial(ExpertsRole, settings))
+    with tracing(settings, EXPERTS) as tracer:
+        await run_role_service(EXPERTS, settings, stop, partial(ExpertsRole, settings, tracer=tracer))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

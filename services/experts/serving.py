@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from services.config import Settings
+from services.experts.traces import ExpertTraces
 from services.experts.weight_sources import Tables, WeightSources, given
 from services.fabric.device_counters import side_stream
 from services.fabric.faults import Faults
@@ -34,6 +35,7 @@ from services.model.progress import Stoppable, loading_progress
 from services.model.spec import ModelSpec
 from services.model.weights import load_experts
 from services.routing import ShardGroup
+from services.runtime.tracing import Tracer
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +66,7 @@ class TcpServing:
     shared_memory: SharedMemoryServer | None = None
     slots: int = 1
     lanes: Lanes | None = None
+    traces: ExpertTraces | None = None
     loaded: tuple[Source, float] = ("checkpoint", 0.0)
     """Where the weights came from, and the seconds that loading them took."""
 
@@ -138,6 +141,7 @@ class Loader:
         version: str,
         tables: Tables = lambda: None,
         colocated: bool = False,
+        tracer: Tracer | None = None,
     ) -> None:
         assert settings.model is not None, "load_settings requires it of this role"
         assert settings.fabric_secret_file is not None, "load_settings requires it of this role"
@@ -149,7 +153,7 @@ class Loader:
         self._lanes = lanes_for(settings.fabric_lane, device)
         self._tables = tables
         self.faults = Faults()
-        self._colocated = colocated
+        self._colocated, self._tracer = colocated, tracer
 
     def __call__(self, group: ShardGroup, seat: int, stopped: threading.Event) -> TcpServing:
         """Load ``group`` and serve it in ``seat``.
@@ -176,6 +180,7 @@ class Loader:
             extensions.append(LaneServer(self._lanes))
         if memory is not None:
             extensions.append(memory)
+        traces = None if self._tracer is None else ExpertTraces(self._tracer, group, seat)
         server = ExpertServer(
             shard.forward
             if self._device.type == "cpu"
@@ -189,9 +194,10 @@ class Loader:
             tls=self._tls,
             extensions=extensions,
             faults=self.faults,
+            traces=traces,
         )
         server.start()
-        return TcpServing(group, server, memory, self._spec.top_k, self._lanes, loaded)
+        return TcpServing(group, server, memory, self._spec.top_k, self._lanes, traces, loaded)
 
     def _shared_memory(self, group: ShardGroup, shard: ExpertShard) -> SharedMemoryServer | None:
         """Share memory unless a layer has no experts here: steps come with all layers."""

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -151,6 +151,15 @@ class RemoteLink(Protocol):
 
     def faults(self) -> dict[str, int]:
         """Return how many connections were refused or ended because of the peer, by reason."""
+        ...
+
+    def trace(self, context: bytes) -> None:
+        """Send ``context`` (:meth:`services.runtime.tracing.TraceContext.packed`) along with the exchanges that follow,
+        where rows go in frames; b"" for none."""
+        ...
+
+    def resent(self, handle: Any) -> int:
+        """Return how often rows of ``handle``, which is combined, were sent to another replica."""
         ...
 
     def close(self) -> None:

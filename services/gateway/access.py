@@ -23,7 +23,7 @@ Fields = dict[str, object]
 @dataclass(slots=True)
 class Note:
     """What is known of a request so far. ``completion`` is the id of its answer, ``error`` the one it was answered
-    with."""
+    with, ``trace_id`` that of its trace, if it has one."""
 
     ids: RequestIds
     tenant: str | None = None
@@ -31,6 +31,7 @@ class Note:
     completion: str | None = None
     job: Job | None = None
     error: RequestError | None = None
+    trace_id: str | None = None
 
     def under(self, scope: Scope) -> None:
         """Makes the note known to all who serve the request ``scope``."""
@@ -40,6 +41,7 @@ class Note:
         """Returns the fields of the request's log line; those that are None say nothing and are left out."""
         error = self.error or (self.job.error if self.job else None)
         fields: Fields = {
+            "trace_id": self.trace_id,
             "method": scope["method"],
             "path": scope["path"][:_MAX_PATH],
             "status": status,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 
-from services.errors import QueueUnavailable
+from services.errors import InternalError, QueueUnavailable, RequestError
 from services.gateway.idempotency import Origin
 from services.gateway.job import Job
 from services.gateway.ports import Queue
@@ -37,6 +37,7 @@ class Admission:
             granted = await self._enqueue(job, origin, limits)
         except BaseException as error:
             self._table.discard(job)
+            _end_traces(job, error)
             if not isinstance(error, Exception) or isinstance(error, QueueUnavailable) or origin.resumed:
                 # The call may have taken effect, at least in part.
                 self._follower.cancel({choice.request.id: 0 for choice in job.choices})
@@ -47,7 +48,9 @@ class Admission:
         job.admitted = True
         if log.isEnabledFor(logging.DEBUG):
             for choice in job.choices:
-                log.debug("admitted", extra=about(choice.request.id, choice.request.attempt, job.tenant))
+                request = choice.request
+                ids = about(request.id, request.attempt, job.tenant, traceparent=request.traceparent)
+                log.debug("admitted", extra=ids)
 
     async def _enqueue(self, job: Job, origin: Origin, limits: TenantLimits | None) -> list[GenerateRequest]:
         requests, prompts = [choice.request for choice in job.choices], job.prompts
@@ -62,3 +65,11 @@ class Admission:
             )
             for place, request in enumerate(requests)
         ]
+
+
+def _end_traces(job: Job, error: BaseException) -> None:
+    """End the attempts of a job that was not admitted."""
+    refusal = error if isinstance(error, RequestError) else InternalError("The request was not admitted.")
+    for choice in job.choices:
+        if choice.trace is not None:
+            choice.trace.end("error", refusal, 0)

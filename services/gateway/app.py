@@ -35,14 +35,18 @@ from services.gateway.openai_format import ChatFormat, CompletionFormat, Format
 from services.gateway.parse import B, Parser
 from services.gateway.recent import Recent
 from services.gateway.refusals import Refusals
+from services.gateway.request_trace import TracedRequests
 from services.gateway.results import ResultFollower
 from services.gateway.schema import ChatBody, CompletionBody, DetokenizeBody, GenerationBody, TokenizeBody
 from services.gateway.stream import EventResponse, LongResponse, WholeResponse
 from services.gateway.tokenize import TokenizerRoutes
 from services.metrics import OPENMETRICS, TEXT, GatewayMetrics, PageFormat, format_for
+from services.runtime.tracing import Tracer
 
 Key = Annotated[str | None, Header(alias="Idempotency-Key", description="Same key and body: the same answer.")]
 Authorization = Annotated[str | None, Header(include_in_schema=False)]
+_NO_TELEMETRY: Any = dict.fromkeys(("auto_configure", "tracing", "metrics", "logs"), False)
+"""FastAPI traces by itself where a variable of its own asks for it: each request twice, and what clients sent in it."""
 _PAGES_PER_S = 20.0
 """Pages of metrics; making one takes some milliseconds of the event loop."""
 _POSTED = (400, 401, 404, 415, 429)
@@ -71,6 +75,7 @@ class Parts:
     """/metrics is served by :func:`build_metrics_app` alone."""
     allowed_origins: Sequence[str] = ()
     """Origins of web pages that browsers let use the API; ``*`` is all."""
+    tracer: Tracer | None = None
 
 
 def build_app(parts: Parts) -> ASGIApp:
@@ -80,6 +85,7 @@ def build_app(parts: Parts) -> ASGIApp:
         version=parts.version,
         description="OpenAI-compatible server for Mixture-of-Experts language models.",
         redirect_slashes=False,
+        telemetry=_NO_TELEMETRY,
         openapi_url=None,  # FastAPI's own asks for no key, and its pages load scripts of other sites
     )
     app.add_exception_handler(RequestError, on_request_error(Refusals(parts.metrics)))
@@ -100,14 +106,16 @@ def build_app(parts: Parts) -> ASGIApp:
             allow_origins=parts.allowed_origins,
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", "retry-after"],
+            expose_headers=["x-request-id", "retry-after", "traceparent"],
         )
+    if parts.tracer is not None:
+        inner = TracedRequests(inner, parts.tracer)
     return RequestContext(inner, parts.metrics, lambda: parts.intake.leaving)
 
 
 def build_metrics_app(parts: Parts) -> ASGIApp:
     """Builds an application that serves /metrics alone, for a port that clients do not reach."""
-    app = FastAPI(openapi_url=None)
+    app = FastAPI(openapi_url=None, telemetry=_NO_TELEMETRY)
     _add_metrics(app, parts)
     return app
 

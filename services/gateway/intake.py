@@ -25,11 +25,13 @@ from services.gateway.ports import Queue
 from services.gateway.prompts import Prompt, PromptReader
 from services.gateway.results import ResultFollower
 from services.gateway.schema import MAX_SEQUENCES, ChatBody, CompletionBody, GenerationBody
+from services.gateway.sequence_trace import traced_sequence
 from services.gateway.table import JobTable
 from services.messages import GenerateRequest, SamplingParams
 from services.metrics import GatewayMetrics
 from services.queue.prompts import pack_ids, prompt_name
 from services.request_ids import RequestIds, sequence_id
+from services.runtime.tracing import span_here
 from services.wire import WIRE
 
 _DEFAULT_MAX_TOKENS = 16  # of completions, as OpenAI's
@@ -102,7 +104,8 @@ class Intake:
         arrived = time.monotonic()
         self._check_open(body)
         self._check_count(len(body.prompts) * (body.n or 1), caller)
-        prompts = await self.prompts.of_completion(body, caller.tenant, self._budget.tokens)
+        with span_here("tokenize"):
+            prompts = await self.prompts.of_completion(body, caller.tenant, self._budget.tokens)
         if body.max_tokens == 0 and not body.echo:
             raise InvalidRequest("max_tokens is 0 without echo.", hint="Ask for at least 1 token.", param="max_tokens")
         plan = _Plan(
@@ -123,23 +126,22 @@ class Intake:
         self._check_count(body.n or 1, caller)
         if body.top_logprobs is not None and not body.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs.", hint="Set logprobs to true.", param="top_logprobs")
-        prompts = [
-            await self.prompts.of_messages(
+        with span_here("tokenize"):
+            prompt = await self.prompts.of_messages(
                 body.messages,
                 body.add_generation_prompt,
                 body.chat_template_kwargs,
                 body.parse_special_tokens,
                 caller.tenant,
             )
-        ]
         wanted = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         if wanted == 0:
             raise InvalidRequest("max_tokens is 0.", hint="Ask for at least 1 token.", param="max_tokens")
         plan = _Plan(
             arrived=arrived,
-            prompts=prompts,
+            prompts=[prompt],
             n=body.n or 1,
-            max_tokens=self.prompts.room_after(prompts),
+            max_tokens=self.prompts.room_after([prompt]),
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             priority=caller.priority(body.priority),
         )
@@ -282,7 +284,8 @@ class Intake:
                     wire=WIRE,
                     cache_salt=body.cache_salt or "",
                 )
-                choices.append(Choice(index, request, ids, codec, rendering))
+                request, trace = traced_sequence(request, index)
+                choices.append(Choice(index, request, ids, codec, rendering, trace))
         return Job(
             job_id=origin.base_id,
             choices=choices,
@@ -293,7 +296,8 @@ class Intake:
         )
 
     async def _admit(self, job: Job, origin: Origin, caller: Caller) -> Job:
-        await self._admission.admit(job, origin, caller.limits)
+        with span_here("admission"):
+            await self._admission.admit(job, origin, caller.limits)
         self._metrics.admission.observe(time.monotonic() - job.arrived)
         lengths = [len(choice.prompt) for choice in job.choices[:: job.n]]
         self._metrics.prompt_tokens.inc(sum(lengths))

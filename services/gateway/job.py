@@ -19,6 +19,7 @@ from services.errors import ErrorInfo, RequestError, WorkLimited, error_from_inf
 from services.gateway.detokenize import StopSet, detokenizer
 from services.gateway.echo import Echo
 from services.gateway.records import Record, Scores
+from services.gateway.sequence_trace import Exemplar, SequenceTrace
 from services.gateway.tokenizer import TextCodec
 from services.messages import FinishReason, GenerateRequest, TokenEvent
 from services.wire import NO_PROMPT
@@ -58,9 +59,16 @@ class Choice:
     """
 
     def __init__(
-        self, index: int, request: GenerateRequest, prompt: array[int], codec: TextCodec, rendering: Rendering
+        self,
+        index: int,
+        request: GenerateRequest,
+        prompt: array[int],
+        codec: TextCodec,
+        rendering: Rendering,
+        trace: SequenceTrace | None = None,
     ) -> None:
         self.index = index
+        self.trace = trace
         self.request = request
         self.prompt = prompt
         self.echo = rendering.echo
@@ -83,6 +91,11 @@ class Choice:
         self.started = False  # whether an event of the sequence came: from here on the answer is on its way
         self._decoded = self.echo.chars if self.echo else 0  # characters that the detokenizer returned, echo included
         self._released = self._decoded  # characters in text, echo included
+
+    @property
+    def exemplar(self) -> Exemplar | None:
+        """What a histogram remembers the sequence by, if it is traced."""
+        return None if self.trace is None else self.trace.exemplar
 
     @property
     def readable(self) -> bool:
@@ -183,8 +196,14 @@ class Choice:
         sampling = self.request.sampling
         if sampling.prompt_logprobs is not None and self.echo is not None and self.echo.complete:
             sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
+        if self.trace is not None and attempt > self.request.attempt:
+            self.trace.again(attempt, len(self.generated))
         self.request = msgspec.structs.replace(
-            self.request, attempt=attempt, token_ids=self.generated.tolist(), sampling=sampling
+            self.request,
+            attempt=attempt,
+            token_ids=self.generated.tolist(),
+            sampling=sampling,
+            traceparent=self.request.traceparent if self.trace is None else self.trace.traceparent,
         )
         return self.request
 
@@ -244,6 +263,8 @@ class Choice:
 
     def _end(self, finish: FinishReason, step: Step) -> Step:
         self.finish = finish
+        if self.trace is not None:
+            self.trace.end(finish, self.error, len(self.generated))
         return step
 
 
@@ -271,7 +292,6 @@ class Job:
         self.keyed = False  # whether clients can return to it with an Idempotency-Key
         self.admitted = False  # before, it may be missing from the queue
         self.error: RequestError | None = None
-        self.exemplar: dict[str, str] | None = None  # names the request's trace, where it has one, to series
         self.published_at: float | None = None  # monotonic seconds; of the oldest part that no reader has sent
         self.done = False
         self._readers: set[Reader] = set()

@@ -245,6 +245,8 @@ class ResultFollower:
         for reason, found in (("gap", todo.gaps), ("cancelled", todo.cancelled)):
             for job, choice in found:
                 self._metrics.lost_attempts.labels(reason).inc()
+                if choice.trace is not None:
+                    choice.trace.lost(reason)
                 self._spawn(self._resync(job, choice))
 
     async def _resubmit(self, choice: Choice, attempt: int) -> None:
@@ -252,7 +254,8 @@ class ResultFollower:
             return
         request = choice.resubmission(attempt)
         choice.recovering = False  # events of the new attempt may come before the answer to this call
-        log.info("resubmitted", extra={**about(request.id, attempt, request.tenant), "delivered": request.delivered})
+        ids = about(request.id, attempt, request.tenant, traceparent=request.traceparent)
+        log.info("resubmitted", extra={**ids, "delivered": request.delivered})
         prompts = {request.prompt: choice.prompt}
         await self._queue.resubmit(request, prompts, by_name=not choice.whole)  # False: the next survey finds out why
 

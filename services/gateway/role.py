@@ -56,6 +56,7 @@ from services.queue.loads import LoadNotes
 from services.queue.quarantine import Quarantine
 from services.runtime import incarnation, run_role, show_build
 from services.runtime.tasks import end_tasks
+from services.runtime.tracing import Tracer, tracing
 
 log = logging.getLogger(__name__)
 
@@ -127,7 +128,7 @@ async def _beating(settings: Settings, name: str, keep: Callable[[Beat], Corouti
 
 
 @asynccontextmanager
-async def assemble(settings: Settings, redis: Redis) -> AsyncIterator[Gateway]:
+async def assemble(settings: Settings, redis: Redis, tracer: Tracer | None = None) -> AsyncIterator[Gateway]:
     """Builds a gateway that uses ``redis``; nothing runs yet."""
     assert settings.model is not None, "load_settings requires it of this role"
     spec = load_spec(settings.model)
@@ -204,6 +205,7 @@ async def assemble(settings: Settings, redis: Redis) -> AsyncIterator[Gateway]:
         same_machine=store is None and is_loopback(settings.host),
         separate_metrics=bool(settings.metrics_port),
         allowed_origins=tuple(settings.allowed_origins),
+        tracer=tracer,
     )
     try:
         notes = LoadNotes(redis, keys, member_id=name, lease_s=settings.lease, read=latencies.load)
@@ -224,13 +226,18 @@ async def assemble(settings: Settings, redis: Redis) -> AsyncIterator[Gateway]:
 
 async def front(settings: Settings, stop: asyncio.Event) -> None:
     """Runs a gateway until ``stop``, then drains it."""
+    with tracing(settings, GATEWAY) as tracer:
+        await _front(settings, tracer, stop)
+
+
+async def _front(settings: Settings, tracer: Tracer | None, stop: asyncio.Event) -> None:
     assert settings.redis_url is not None, "load_settings requires it of this role"
     sys.setswitchinterval(_SWITCH_S)
     keep_one_heap()
     listener = listen(settings.host, settings.port)
     redis = connect(settings.redis_url)
     try:
-        async with assemble(settings, redis) as gateway, _separate_metrics(settings, gateway.parts):
+        async with assemble(settings, redis, tracer) as gateway, _separate_metrics(settings, gateway.parts):
             await _greet(gateway, redis)
             collect_seldom()
             connections = Connections(gateway.bounds, gateway.parts.metrics, "api")

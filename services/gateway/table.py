@@ -150,8 +150,11 @@ class JobTable:
     def _lose(self, choice: Choice, event: AttemptLost, todo: Followups) -> None:
         if choice.finish is None and event.attempt > choice.request.attempt:
             self._metrics.lost_attempts.labels(_lost_reason(event.reason)).inc()
-            lost = about(event.request_id, event.attempt - 1, choice.request.tenant)
-            log.info("lost an attempt", extra={**lost, "why": event.reason})
+            request = choice.request
+            ids = about(event.request_id, event.attempt - 1, request.tenant, traceparent=request.traceparent)
+            log.info("lost an attempt", extra={**ids, "why": event.reason})
+            if choice.trace is not None:
+                choice.trace.lost(event.reason)
             todo.lost.append((choice, event.attempt))
             choice.resubmission(event.attempt)  # events of the old attempt are ignored from here on
 
@@ -204,7 +207,9 @@ class JobTable:
     def _time_token(self, job: Job, choice: Choice, now: float) -> None:
         if choice.last_at is None:
             choice.first_at = now
-            self._metrics.ttft.observe(now - job.arrived, job.exemplar)
+            if choice.trace is not None:
+                choice.trace.first_token()
+            self._metrics.ttft.observe(now - job.arrived, exemplar=choice.exemplar)
             self._latencies.first_token(now - job.arrived)
         else:
             self._metrics.inter_token.observe(now - choice.last_at)
@@ -221,7 +226,7 @@ class JobTable:
             if choice.finish == "error":
                 metrics.errors.labels(choice.error.code).inc()
             return
-        metrics.e2e.observe(self._clock() - job.arrived, job.exemplar)
+        metrics.e2e.observe(self._clock() - job.arrived, exemplar=choice.exemplar)
         metrics.output_len.observe(count)
         if choice.per_token_s is not None:
             metrics.tpot.observe(choice.per_token_s)

@@ -19,6 +19,8 @@ from services.config import redis_url as redis_urls
 from services.errors import ConfigError
 from services.runtime.run_folder import RunFolder, live_folders
 
+COLLECTOR = "OTLP"
+"""What a server's record has for the place of its traces if they go to a collector."""
 _RECORD = "server.json"
 _REDIS = {"redis_url", "redis_url_file"}
 
@@ -33,6 +35,8 @@ class LocalServer(msgspec.Struct, frozen=True, kw_only=True):
     redis_url_file: str | None = None
     api_keys_file: str | None = None
     metrics_port: int = 0
+    traces: str = ""
+    """Where its traces go: a folder, OTLP where they go to a collector alone, empty where it does not trace."""
 
     @property
     def metrics_address(self) -> str:
@@ -64,6 +68,7 @@ def announce(folder: RunFolder, settings: Settings, *, url: str, redis_url: str)
         redis_url_file=_absolute(settings.redis_url_file),
         api_keys_file=_absolute(settings.api_keys_file),
         metrics_port=settings.metrics_port,
+        traces=_absolute(settings.trace_folder) or (COLLECTOR if settings.traces_wanted else ""),
     )
     folder.keep(_RECORD, msgspec.json.encode(record).decode())
 

@@ -1,5 +1,5 @@
 """Log lines: text on a terminal, one JSON object per line elsewhere. Each carries the role; lines about a request carry
-its id and its tenant, and never what it asks or the answer."""
+its id, its tenant and, where it is traced, the id of its trace, and never what it asks or the answer."""
 
 from __future__ import annotations
 
@@ -24,10 +24,12 @@ class _Request:
 
 
 _request: ContextVar[_Request | None] = ContextVar("request", default=None)
+_trace_id: ContextVar[str | None] = ContextVar("trace_id", default=None)
 _OWN_ATTRIBUTES = frozenset(vars(logging.makeLogRecord({}))) | {
-    *("message", "asctime", "role", "request_id", "taskName"),
+    *("message", "asctime", "role", "request_id", "trace_id", "taskName"),
     "color_message",  # uvicorn repeats its message in colours
 }
+_CONTEXT = ("request_id", "trace_id")
 _PLAIN = re.compile(r"[^\s=\"]+")
 _CHATTY = ("asyncio", "httpcore", "httpcore2", "httpx", "httpx2", "urllib3")
 
@@ -53,6 +55,16 @@ def bind_tenant(tenant: str) -> None:
     """Let lines logged inside :func:`bind_request_id`, in any of its tasks, carry ``tenant`` from now on."""
     if (request := _request.get()) is not None:
         request.tenant = tenant
+
+
+@contextmanager
+def bind_trace_id(trace_id: str) -> Iterator[None]:
+    """Let lines logged inside, in this task and those it starts, carry ``trace_id``."""
+    token = _trace_id.set(trace_id)
+    try:
+        yield
+    finally:
+        _trace_id.reset(token)
 
 
 def configure_logging(
@@ -87,6 +99,7 @@ def _context_of(role: str) -> logging.Filter:
             record.request_id = own or (request and request.id)
             if request is not None and request.tenant and own in (None, request.id):
                 record.tenant = getattr(record, "tenant", None) or request.tenant
+            record.trace_id = getattr(record, "trace_id", None) or _trace_id.get()
             return True
 
     return Context()
@@ -115,7 +128,7 @@ class _TextFormatter(logging.Formatter):
         super().__init__("%(asctime)s %(levelname)-7s %(role)s  %(message)s", "%H:%M:%S")
 
     def format(self, record: logging.LogRecord) -> str:
-        fields = {"request_id": getattr(record, "request_id", None), **_extras(record)}
+        fields = {name: getattr(record, name, None) for name in _CONTEXT} | _extras(record)
         tail = "".join(f"  {key}={_quoted(value)}" for key, value in fields.items() if value is not None)
         head, *trace = super().format(record).split("\n")
         return "\n".join([head + printable(tail), *map(printable, trace)])
@@ -135,9 +148,7 @@ class _JsonFormatter(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
-        request_id = getattr(record, "request_id", None)
-        if request_id is not None:
-            line["request_id"] = request_id
+        line |= {name: value for name in _CONTEXT if (value := getattr(record, name, None)) is not None}
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         text = json.dumps(line | _extras(record), default=str, ensure_ascii=False)

@@ -270,8 +270,9 @@ class _Term:
         """Assign ``choices``. Returns how many were refused; the queue has put their requests back."""
         if not choices:
             return 0
+        began_ns = time.time_ns()
         answers = await self._queue.assign(self._epoch, [(choice.request, choice.worker_id) for choice in choices])
-        self._observer.assigned(choices, answers)
+        self._observer.assigned(choices, answers, began_ns)
         return sum(not answer for answer in answers)
 
     async def _fail(self, request: GenerateRequest, workers: Sequence[WorkerState]) -> None:

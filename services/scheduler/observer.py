@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
@@ -19,6 +20,7 @@ from services.queue.fates import log_fates
 from services.queue.scheduler_side import Assignment, ReapReport, SchedulerQueue, Waiting
 from services.request_ids import about
 from services.routing import RoutingTable
+from services.runtime.tracing import Attributes, TraceContext, Tracer
 from services.scheduler.experts import Change, PlacementEvents
 from services.scheduler.kube.observed import Observed
 from services.scheduler.policy import Choice
@@ -31,9 +33,16 @@ log = logging.getLogger(__name__)
 
 
 class Observer(PlacementEvents):
-    """Keeps the metrics of one scheduler."""
+    """Keeps the metrics of one scheduler, and adds to the traces of requests if it has a ``tracer``."""
 
-    def __init__(self, metrics: SchedulerMetrics, queue: SchedulerQueue, replicas: ReplicaCounts | None = None) -> None:
+    def __init__(
+        self,
+        metrics: SchedulerMetrics,
+        queue: SchedulerQueue,
+        replicas: ReplicaCounts | None = None,
+        tracer: Tracer | None = None,
+    ) -> None:
+        self._tracer = tracer
         self._metrics = metrics
         self._queue = queue
         self._replicas = replicas
@@ -159,10 +168,12 @@ class Observer(PlacementEvents):
             spec.labels(target.role, target.label).set(replicas.wanted)
             ready.labels(target.role, target.label).set(replicas.ready)
 
-    def assigned(self, choices: Sequence[Choice], answers: Sequence[Assignment]) -> None:
-        """Count and log what the queue made of ``choices``."""
+    def assigned(self, choices: Sequence[Choice], answers: Sequence[Assignment], began_ns: int) -> None:
+        """Count and log what the queue made of ``choices``, which it was asked for at ``began_ns``."""
         for choice, answer in zip(choices, answers, strict=True):
             _log_assignment(choice, answer)
+            if self._tracer is not None and choice.request.traceparent:
+                _trace_assignment(self._tracer, choice, answer, began_ns)
             if answer.queued_s is not None:
                 self._metrics.dispatched.labels("prefix" if choice.held_tokens else "load").inc()
                 self._metrics.queue_time.observe(answer.queued_s)
@@ -185,5 +196,17 @@ def _log_assignment(choice: Choice, answer: Assignment) -> None:
     if log.isEnabledFor(level):
         said = "assigned" if answer else "not assigned: the worker has no credit left, or the request is gone"
         waited = {} if answer.queued_s is None else {"queue_ms": round(1000 * answer.queued_s)}
-        about_it = about(request.id, request.attempt, request.tenant)
-        log.log(level, said, extra={**about_it, "worker": choice.worker_id, **waited})
+        ids = about(request.id, request.attempt, request.tenant, traceparent=request.traceparent)
+        log.log(level, said, extra={**ids, "worker": choice.worker_id, **waited})
+
+
+def _trace_assignment(tracer: Tracer, choice: Choice, answer: Assignment, began_ns: int) -> None:
+    """Record how long the attempt waited in the queue, by Redis' clock, and which worker it then got. The times of the
+    spans are this process's."""
+    attempt, now = TraceContext.parse(choice.request.traceparent), time.time_ns()
+    if attempt is None or answer.queued_s is None:
+        return
+    waited: Attributes = {"expertmesh.tenant": choice.request.tenant, "expertmesh.priority": choice.request.priority}
+    tracer.record("queue", attempt, now - round(answer.queued_s * 1e9), began_ns, waited)
+    chosen: Attributes = {"expertmesh.worker": choice.worker_id, "expertmesh.held_tokens": choice.held_tokens}
+    tracer.record("assign", attempt, began_ns, now, chosen)

@@ -23,6 +23,7 @@ from services.queue.seats import WHOLE_S, SeatRegistry
 from services.queue.tables import TableReader
 from services.runtime import MetricsServer, incarnation, run_role, show_build
 from services.runtime.tasks import end_tasks
+from services.runtime.tracing import Tracer, tracing
 from services.scheduler.experts import ExpertPlacement
 from services.scheduler.kube import KubeReplicas, connecting
 from services.scheduler.loop import Scheduler
@@ -73,6 +74,11 @@ def _autoscaler(settings: Settings, sources: Sources, observer: Observer) -> Cal
 
 async def schedule(settings: Settings, stop: asyncio.Event) -> None:
     """Run a scheduler until ``stop``. It then resigns, so that a standby leads at once."""
+    with tracing(settings, SCHEDULER) as tracer:
+        await _schedule(settings, tracer, stop)
+
+
+async def _schedule(settings: Settings, tracer: Tracer | None, stop: asyncio.Event) -> None:
     assert settings.redis_url is not None, "load_settings requires it of this role"
     registry = CollectorRegistry()
     show_build(registry, SCHEDULER, settings.process)
@@ -83,7 +89,7 @@ async def schedule(settings: Settings, stop: asyncio.Event) -> None:
     quarantine = Quarantine.of(redis, settings, SCHEDULER, metrics.unreadable)
     queue = SchedulerQueue(redis, keys, limits, quarantine=quarantine)
     seats = SeatRegistry(redis, keys, limits, quarantine=quarantine)
-    observer = Observer(metrics, queue, watched)
+    observer = Observer(metrics, queue, watched, tracer)
     if settings.metrics_vllm_names:
         registry.register(VllmNames(of_scheduler(metrics), lambda: observer.model))
     loads = LoadReader(redis, keys, limits, quarantine=quarantine)

@@ -28,6 +28,7 @@ from services.model.hub import with_checkpoint
 from services.runtime import MetricsServer, configure_logging, run_process, show_build
 from services.runtime.local_servers import announce
 from services.runtime.run_folder import RunFolder
+from services.runtime.tracing import check_tracing
 from services.supervisor.child import Outlook, RedisProcess
 from services.supervisor.children import COMMANDS, Children
 from services.supervisor.handover import base_url, check_port, held_ports
@@ -64,6 +65,19 @@ def _with_checkpoint(settings: Settings) -> Settings:
     require(settings, None)
     check_port(settings.host, settings.port)
     return with_checkpoint(settings)
+
+
+def _with_traces(settings: Settings, folder: RunFolder) -> Settings:
+    """Return ``settings`` with a place for traces, if they are wanted and have none: a folder that ends with the
+    server."""
+    if not settings.traces_wanted:
+        return settings
+    given = settings.trace_folder
+    if given is None and settings.traces_have_a_place:
+        return settings
+    place = folder.path / "traces" if given is None else given.absolute()
+    log.info("traces in %s; `expertmesh trace REQUEST_ID` shows one", place)
+    return settings.model_copy(update={"trace_folder": place})
 
 
 class Supervisor:
@@ -126,13 +140,15 @@ class Supervisor:
                 hint="Give a checkpoint's folder or ORG/NAME of the Hugging Face Hub: expertmesh serve MODEL.",
             )
         require(self._settings, None)
+        check_tracing(self._settings)
         port = check_port(self._settings.host, self._settings.port)
         self._preview = self._preflight(self._settings)
         return port
 
     async def _start(self, folder: RunFolder, port: int, ports: ExitStack) -> None:
         redis_url = self._settings.redis_url or await self._start_redis(folder)
-        announce(folder, self._settings, url=base_url(self._settings.host, port), redis_url=redis_url)
+        self._settings = settings = _with_traces(self._settings, folder)
+        announce(folder, settings, url=base_url(settings.host, port), redis_url=redis_url)
         self._notices = Notices(redis_url, self._settings.namespace)
         common = {"redis_url": redis_url, "supervisor_pid": os.getpid(), **self._fabric(folder, ports)}
         common |= {"api_key": None}  # others have no use for it

@@ -5,7 +5,7 @@ concerns one value alone stands in its `# @schema`, what only a cluster knows in
 */}}
 {{- define "expertmesh.checks" -}}
 {{- $said := list -}}
-{{- range $part := list "renamed" "redis" "tls" "model" "secrets" "groups" "workers" "scaling" "prometheus" "objects" -}}
+{{- range $part := list "renamed" "redis" "tls" "model" "secrets" "groups" "workers" "scaling" "prometheus" "tracing" "objects" -}}
 {{- range include (printf "expertmesh.checks.%s" $part) $ | splitList "\n" -}}
 {{- with trim . }}{{ $said = append $said . }}{{ end -}}
 {{- end -}}
@@ -53,6 +53,13 @@ redis.external.keys names entries of a Secret, but redis.external.existingSecret
 {{- if and $redis.external.caSecret $redis.external.url (not $redis.external.existingSecret) (not (hasPrefix "rediss" $redis.external.url)) }}
 redis.external.caSecret is {{ $redis.external.caSecret }}, but redis.external.url asks for no TLS. Begin that with rediss:// (rediss+sentinel:// for Sentinels), or leave redis.external.caSecret empty.
 {{- end }}
+{{- end }}
+{{- end -}}
+
+{{- define "expertmesh.checks.tracing" -}}
+{{- $tracing := .Values.tracing | default dict -}}
+{{- if and $tracing.enabled (not $tracing.endpoint) }}
+tracing.enabled is true, but nothing says where traces go. Give tracing.endpoint, the collector's address for OTLP over HTTP.
 {{- end }}
 {{- end -}}
 

@@ -111,6 +111,10 @@ fabric_port: 7100
 {{- $_ := set $own "fabric_tls_name" (include "expertmesh.fabricName" .) -}}
 {{- end -}}
 {{- end -}}
+{{- if ($values.tracing).enabled -}}
+{{- $_ := set $own "otlp_endpoint" $values.tracing.endpoint -}}
+{{- $_ := set $own "trace_sample" (float64 $values.tracing.sample) -}}
+{{- end -}}
 {{- include "expertmesh.layered" (list $values.config (ternary $values.experts.config dict $seats) $role.config $own) -}}
 {{- end -}}
 

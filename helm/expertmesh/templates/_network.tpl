@@ -30,6 +30,18 @@
 [{{ range $i, $port := uniq $ports }}{{ if $i }}, {{ end }}{port: {{ $port }}}{{ end }}]
 {{- end -}}
 
+{{/* The hop of every role to the collector of traces, where they are on. */}}
+{{- define "expertmesh.egressToCollector" -}}
+{{- if (.root.Values.tracing).enabled }}
+{{- $url := .root.Values.tracing.endpoint -}}
+{{- $given := regexFind ":[0-9]+$" (regexReplaceAll "^[^:]*://([^/]*).*$" $url "${1}") | trimPrefix ":" }}
+- ports: [{port: {{ $given | default (ternary "443" "80" (hasPrefix "https:" $url)) }}}]
+  {{- with .root.Values.networkPolicy.tracingTo }}
+  to: {{- toYaml . | nindent 4 }}
+  {{- end }}
+{{- end }}
+{{- end -}}
+
 {{- define "expertmesh.ingressOfMetrics" -}}
 {{- with .root.Values.networkPolicy.metricsFrom }}
 - from: {{- toYaml . | nindent 4 }}

@@ -72,6 +72,11 @@ spec:
         - name: EXPERTMESH_POD
           valueFrom: {fieldRef: {fieldPath: metadata.name}}
         {{- end }}
+        {{- if ($values.tracing).enabled }}
+        - name: POD_NAME
+          valueFrom: {fieldRef: {fieldPath: metadata.name}}
+        - {name: OTEL_RESOURCE_ATTRIBUTES, value: "k8s.namespace.name={{ .root.Release.Namespace }},k8s.pod.name=$(POD_NAME)"}
+        {{- end }}
         {{- with $role.extraEnv }}
         {{- toYaml . | nindent 8 }}
         {{- end }}

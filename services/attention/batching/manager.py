@@ -22,6 +22,7 @@ from services.attention.batching.blocks import BlockPool, HeldBack, Prefixes, ma
 from services.attention.batching.waiting_line import WaitingLine
 from services.attention.sequences.plan import BatchCounters, BatchLimits, Outcome, Piece, StepPlan
 from services.attention.sequences.sequence import SequenceState, open_sequence, refusal
+from services.attention.sequences.trace import SequenceTraces
 from services.errors import DeadlineExceeded, RequestError
 from services.messages import FinishReason, GenerateRequest, TokenEvent
 
@@ -31,7 +32,7 @@ KEPT_SEQUENCES = 4096
 
 class BatchManager:
     """Waiting and running sequences over a :class:`BlockPool`. ``clock`` gives Redis TIME in milliseconds, ``timer``
-    seconds for durations."""
+    seconds for durations; ``traces`` is None where no request is traced."""
 
     def __init__(
         self,
@@ -39,6 +40,7 @@ class BatchManager:
         pool: BlockPool,
         clock: Callable[[], int],
         timer: Callable[[], float] = time.perf_counter,
+        traces: SequenceTraces | None = None,
     ) -> None:
         assert limits.max_num_seqs > 0
         assert limits.max_num_batched_tokens > 0
@@ -53,6 +55,7 @@ class BatchManager:
         self._prefixes = Prefixes(pool, enabled=limits.prefix_cache, scope=limits.prefix_cache_scope)
         self._held_back = HeldBack(pool)
         self._clock = clock
+        self._traces = traces
         self._held: dict[str, SequenceState] = {}
         self._waiting: WaitingLine[SequenceState] = WaitingLine()
         self._running: list[SequenceState] = []
@@ -101,6 +104,8 @@ class BatchManager:
             vocab_size=self._limits.vocab_size,
         )
         self._held[request.id] = state
+        if self._traces is not None:
+            self._traces.added(state)
         self._next_deadline_ms = min(self._next_deadline_ms, request.deadline_ms)
         if error is not None:
             self._end(state, "error", error)
@@ -164,11 +169,15 @@ class BatchManager:
                 to_zero += self._fail(piece.state, outcome.error)
             else:
                 self._advance(piece, outcome)
+        if self._traces is not None:
+            self._traces.completed(plan.prompts)
         return to_zero
 
     def drain(self) -> list[TokenEvent]:
         """Return the events since the last call, in order."""
         events, self._events = self._events, []
+        if self._traces is not None:
+            self._traces.ended(events)
         return events
 
     def _expire(self) -> None:
@@ -214,6 +223,8 @@ class BatchManager:
 
     def _preempt(self, state: SequenceState) -> None:
         self.counters.preemptions += 1
+        if self._traces is not None:
+            self._traces.preempted(state)
         self._drop(state)
         state.computed, state.preempted, state.prefilling = 0, True, True
         self._held[state.request.id] = state
@@ -249,6 +260,8 @@ class BatchManager:
             self.waits.append(state.began_at - state.came_at)
         self._admissions += 1
         state.admission = self._admissions
+        if self._traces is not None:
+            self._traces.admitted(state)
         self._decodes = ()
         insort(self._running, state, key=SequenceState.running_key)
 

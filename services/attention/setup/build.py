@@ -16,7 +16,7 @@ from services.attention.kv_cache import blocks_within
 from services.attention.setup.capacity import Capacity, capacity
 from services.attention.setup.remote_link import remote_link
 from services.attention.step.cuda_graphs import CudaCapture
-from services.attention.step.engine import Engine, EngineOptions
+from services.attention.step.engine import Engine, EngineOptions, EngineTracing
 from services.attention.step.overlap import OverlapPolicy
 from services.attention.step.pipeline import Lookahead
 from services.config import Settings
@@ -31,6 +31,7 @@ from services.model.progress import Progress, loading_progress
 from services.model.spec import ModelSpec
 from services.model.weights import load_dense, load_experts
 from services.model.weights_sample import with_weights
+from services.runtime.tracing import Tracer
 
 EngineT = TypeVar("EngineT", bound=SteppedEngine)
 
@@ -66,13 +67,21 @@ class Built(Generic[EngineT]):
     """Seconds that loading weights took, by where they came from."""
 
 
-def build(settings: Settings, clock: Callable[[], int], *, worker: str, colocated: bool = False) -> Built[Engine[Any]]:
+def build(
+    settings: Settings,
+    clock: Callable[[], int],
+    *,
+    worker: str,
+    colocated: bool = False,
+    tracer: Tracer | None = None,
+) -> Built[Engine[Any]]:
     """Load the checkpoint and build its engine. Takes as long as reading the weights.
 
     Args:
         clock: returns the time of Redis in milliseconds.
         worker: the worker's incarnation.
         colocated: an expert worker runs in this process, on the same device.
+        tracer: None where nothing is traced.
 
     Raises:
         ConfigError: options contradict each other, the model or the machine.
@@ -94,6 +103,7 @@ def build(settings: Settings, clock: Callable[[], int], *, worker: str, colocate
         tokens_per_row=spec.hidden_size * (1 + spec.kv_size / spec.q_size),  # of projections over those of attention
         waits_seen=sharing is None,  # with shared memory the device waits, not the host
     )
+    transport = "tcp" if sharing is None else "shared_memory"
     engine = Engine(
         model=model,
         link=link,
@@ -101,6 +111,7 @@ def build(settings: Settings, clock: Callable[[], int], *, worker: str, colocate
         clock=clock,
         overlap=overlap,
         capture=CudaCapture(device) if device.type == "cuda" and not settings.enforce_eager else None,
+        tracing=None if tracer is None else EngineTracing(tracer, remote, transport if remote else None),
     )
     return Built(served=served, engine=engine, link=link, remote=remote, sharing=sharing, load_s=load_s)
 

@@ -19,18 +19,22 @@ from services.attention.batching.manager import BatchManager
 from services.attention.kv_cache import KVCache, blocks_within
 from services.attention.sampling.sampler import Sampler
 from services.attention.sequences.plan import BatchLimits
+from services.attention.sequences.trace import SequenceTraces
 from services.attention.step.cuda_graphs import Capture, StepGraphs
 from services.attention.step.flatten import Flattener
 from services.attention.step.overlap import OverlapPolicy
 from services.attention.step.pipeline import Lookahead, StepPipeline
 from services.attention.step.runner import StepRunner
 from services.attention.step.stats import Durations, EngineStats
+from services.attention.step.traced_link import TracedLink
+from services.attention.step.traced_pipeline import TracedPipeline
 from services.attention.step.warmup import dummy_batches
 from services.errors import InternalError
-from services.fabric.link import ExpertLink
+from services.fabric.link import ExpertLink, RemoteLink
 from services.messages import GenerateRequest, TokenEvent
 from services.model.dense import DenseModel
 from services.prefix import PrefixScope
+from services.runtime.tracing import Tracer
 
 HandleT = TypeVar("HandleT")
 WARMUP_S = 120.0
@@ -54,6 +58,16 @@ class EngineOptions:
     lookahead: Lookahead = "off"
 
 
+@dataclass(frozen=True, slots=True)
+class EngineTracing:
+    """What an engine traces with. ``transport`` names what rows travel by; None where they do not travel. ``remote`` is
+    the link to experts in other processes, which get the context of traced steps, if it can send that."""
+
+    tracer: Tracer
+    remote: RemoteLink | None
+    transport: str | None
+
+
 class Engine(Generic[HandleT]):
     """Serves requests by iterations.
 
@@ -62,6 +76,7 @@ class Engine(Generic[HandleT]):
         clock: returns the time of Redis in milliseconds; deadlines of requests are given in it.
         overlap: decides which steps run as two micro-batches; None: no step does.
         capture: captures steps as CUDA graphs; None: no step is captured.
+        tracing: None where nothing is traced.
     """
 
     def __init__(
@@ -73,9 +88,11 @@ class Engine(Generic[HandleT]):
         clock: Callable[[], int],
         overlap: OverlapPolicy | None = None,
         capture: Capture | None = None,
+        tracing: EngineTracing | None = None,
     ) -> None:
         spec = model.spec
         self._model, self._link, self._clock, self._lookahead = model, link, clock, options.lookahead
+        self._tracing = tracing
         self._overlap = overlap or OverlapPolicy("off")
         self._device = model.device
         blocks = options.kv_blocks or blocks_within(
@@ -111,11 +128,21 @@ class Engine(Generic[HandleT]):
     def _reset(self) -> None:
         """Forget all requests, cached prefixes and figures."""
         self._pool = BlockPool(self._kv.num_blocks, self._kv.block_size)
-        self._batch = BatchManager(self._limits, self._pool, self._clock)
+        traces = self._traces = None if self._tracing is None else SequenceTraces(self._tracing.tracer)
+        self._batch = BatchManager(self._limits, self._pool, self._clock, traces=traces)
         if self._graphs is not None:
             self._graphs.steps = 0
-        self._runner = StepRunner(self._model, self._link, self._kv, graphs=self._graphs, overlap=self._overlap)
-        self._steps = StepPipeline(self._batch, self._inputs, self._runner, self._sampler, lookahead=self._lookahead)
+        link, exchange = self._link, None
+        if (tracing := self._tracing) is not None and tracing.transport is not None:
+            link = exchange = TracedLink(self._link, tracing.remote, tracing.transport)
+        self._runner = StepRunner(self._model, link, self._kv, graphs=self._graphs, overlap=self._overlap)
+        parts = self._batch, self._inputs, self._runner, self._sampler
+        if tracing is None or traces is None:
+            self._steps = StepPipeline(*parts, lookahead=self._lookahead)
+        else:
+            self._steps = TracedPipeline(
+                *parts, lookahead=self._lookahead, tracer=tracing.tracer, traces=traces, exchange=exchange
+            )
 
     def _drop_all(self) -> None:
         for request_id, attempt in self.held().items():
@@ -202,6 +229,10 @@ class Engine(Generic[HandleT]):
         """
         self._steps.step()
         return self._batch.drain()
+
+    def exemplar(self) -> dict[str, str] | None:
+        """Return what a histogram remembers the last step by, if a sequence in it is traced."""
+        return None if self._traces is None else self._traces.exemplar
 
     def stats(self) -> EngineStats:
         counters = self._batch.counters

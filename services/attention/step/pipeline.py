@@ -13,11 +13,12 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from services.attention.batching.manager import BatchManager
 from services.attention.sampling.histories import Histories
@@ -26,7 +27,7 @@ from services.attention.sequences.plan import Outcome, StepPlan
 from services.attention.step.flatten import Flattener
 from services.attention.step.in_flight import Awaited, InFlightStep, LastHidden
 from services.attention.step.overlap import StepTime
-from services.attention.step.runner import StepRunner
+from services.attention.step.runner import StepOutput, StepRunner
 from services.errors import InternalError, LockstepBroken, RequestError
 from services.model.transfer import Mark
 
@@ -71,11 +72,14 @@ class StepPipeline:
         """Read the step in flight, or launch one and read that. Does nothing where there is nothing to compute."""
         step, self._ahead = self._ahead, None
         self.launched_ahead += step is not None
-        if step is None and (plan := self._batch.plan()).sequences:
+        if step is None and (plan := self._plan()).sequences:
             step = self._launch(plan)
         if step is not None:
             self._ahead = self._launch_next(step)
             self._read(step)
+
+    def _plan(self) -> StepPlan:
+        return self._batch.plan()
 
     def _launch(self, plan: StepPlan) -> InFlightStep:
         """Launch ``plan`` on the device. An error is kept in the step that is returned."""
@@ -116,17 +120,23 @@ class StepPipeline:
         """
         assert step.inputs is not None
         waited_s = self._runner.waited_s
-        output = self._runner.run(step.inputs, step.number)
+        output = self._layers(step)
         step.split, step.replayed, step.sizes = output.split, output.replayed, output.sizes
         step.waited_s += self._runner.waited_s - waited_s
         try:
-            step.last_hidden = LastHidden.of(
-                step.plan, step.inputs, output.x_TD, self._model, self._sampler, step.history, ahead
-            )
+            step.last_hidden = self._draws(step, output.x_TD, ahead)
         except BaseException:
             self._runner.finish()
             raise
         step.computed = self._mark(self._model.device)
+
+    def _layers(self, step: InFlightStep) -> StepOutput:
+        assert step.inputs is not None
+        return self._runner.run(step.inputs, step.number)
+
+    def _draws(self, step: InFlightStep, x_TD: Tensor, ahead: int) -> LastHidden:
+        assert step.inputs is not None
+        return LastHidden.of(step.plan, step.inputs, x_TD, self._model, self._sampler, step.history, ahead)
 
     def _finish(self, step: InFlightStep) -> None:
         """Wait for the exchanges of ``step``, and run it again until its result is valid. The link bounds the time."""
@@ -145,11 +155,14 @@ class StepPipeline:
         if step.error is None:
             timing = StepTime(seconds=seconds, waited_s=step.waited_s)
             self._runner.overlap.note(step.sizes, timing, split=step.split)
-        if blocks := self._batch.complete(step.plan, outcomes):
-            self._kv.zero(blocks)
+        self._account(step, outcomes)
         self.steps += 1
         self.overlapped_steps += step.split
         self.step_tokens, self.step_seconds, self.step_overlapped = step.plan.tokens, seconds, step.split
+
+    def _account(self, step: InFlightStep, outcomes: Sequence[Outcome]) -> None:
+        if blocks := self._batch.complete(step.plan, outcomes):
+            self._kv.zero(blocks)
 
     def _outcomes(self, step: InFlightStep) -> list[Outcome]:
         plan = step.plan

@@ -9,6 +9,7 @@ from services.config.sections.network import NetworkSettings
 from services.config.sections.process import ProcessSettings
 from services.config.sections.queue import QueueSettings
 from services.config.sections.scaling import ScalingSettings
+from services.config.sections.tracing import TracingSettings
 
 __all__ = [
     "EngineSettings",
@@ -21,4 +22,5 @@ __all__ = [
     "ProcessSettings",
     "QueueSettings",
     "ScalingSettings",
+    "TracingSettings",
 ]

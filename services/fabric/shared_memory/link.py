@@ -291,6 +291,14 @@ class SharedMemoryLink:
         """Return :meth:`TcpLink.resent_rows`; a step through shared memory is repeated as a whole."""
         return self.tcp.resent_rows()
 
+    def trace(self, context: bytes) -> None:
+        """Send ``context`` along with the rows that go over tcp; those in shared memory have no room for it."""
+        self.tcp.trace(context)
+
+    def resent(self, handle: SharedMemoryHandle) -> int:
+        """Return :meth:`TcpLink.resent`."""
+        return 0 if handle.tcp is None else self.tcp.resent(handle.tcp)
+
     def faults(self) -> dict[str, int]:
         """Return :meth:`TcpLink.faults`."""
         return self.tcp.faults()

@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -37,11 +38,17 @@ class Counts:
     expert_rows: dict[int, Counter[int]] = field(default_factory=dict)
 
 
-class ComputeLoop:
-    """Computes the calls of an inbox."""
+class CallTraces(Protocol):
+    """Takes what was computed, on the computing thread; times are in nanoseconds since 1970."""
 
-    def __init__(self, compute: Compute, inbox: Inbox) -> None:
-        self._compute = compute
+    def computed(self, calls: Sequence[Call], began_ns: int, ended_ns: int) -> None: ...
+
+
+class ComputeLoop:
+    """Computes the calls of an inbox. ``traces`` is None where nothing is traced."""
+
+    def __init__(self, compute: Compute, inbox: Inbox, traces: CallTraces | None = None) -> None:
+        self._compute, self._traces = compute, traces
         self._inbox = inbox
         self.counts = Counts()
 
@@ -49,7 +56,11 @@ class ComputeLoop:
         """Serve the inbox until it is closed."""
         with torch.inference_mode():
             while calls := self._inbox.take():
-                for call, result in zip(calls, self._results(calls), strict=True):
+                began_ns = 0 if self._traces is None else time.time_ns()
+                results = self._results(calls)
+                if self._traces is not None:
+                    self._traces.computed(calls, began_ns, time.time_ns())
+                for call, result in zip(calls, results, strict=True):
                     self._answer(call, result)
 
     def _answer(self, call: Call, result: Tensor | Exception) -> None:

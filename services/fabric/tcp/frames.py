@@ -71,7 +71,8 @@ class Dispatch(Message, frozen=True, kw_only=True):
 
     A ``reduced`` answer has one row per row, the weighted sum over its slots; otherwise it has one unweighted row per
     pair, row by row and slot by slot. ``epoch``, ``step``, ``layer`` and ``micro_batch`` only name the call, which may
-    be computed again without harm.
+    be computed again without harm. ``trace`` is the context of the exchange's span, if the step is traced
+    (:meth:`services.runtime.tracing.TraceContext.packed`); a release that knows no such field skips it.
     """
 
     call: int
@@ -83,6 +84,7 @@ class Dispatch(Message, frozen=True, kw_only=True):
     slots: int
     reduced: bool
     lane: bool = False
+    trace: bytes = b""
 
 
 class Answer(Message, frozen=True, kw_only=True):

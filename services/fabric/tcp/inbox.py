@@ -14,10 +14,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from services.fabric.tcp.frames import Dispatch
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Call:
-    """One dispatch: ``ids_RK`` int32, ``weights_RK`` float32. ``answer`` takes the result or the error."""
+    """One dispatch: ``ids_RK`` int32, ``weights_RK`` float32. ``answer`` takes the result or the error.
+    ``traced`` is the call's message where that has a trace; it came at ``came_ns``."""
 
     layer: int
     reduced: bool
@@ -25,6 +28,8 @@ class Call:
     ids_RK: Tensor
     weights_RK: Tensor
     answer: Callable[[Tensor | Exception], None]
+    traced: Dispatch | None = None
+    came_ns: int = 0
 
     @property
     def rows(self) -> int:

@@ -87,6 +87,7 @@ class TcpLink(CountedLink):
         self._step, self._by_lane = 0, False
         self._micro_batches = itertools.count()
         self._stalls = Stalls()
+        self._trace = b""
         self._table = table
         self._adopt(table)
 
@@ -164,6 +165,7 @@ class TcpLink(CountedLink):
                     rows=len(rows.index_R),
                     slots=ids_TK.shape[1],
                     reduced=self._reduced,
+                    trace=self._trace,
                 )
                 parts.append(Part(rows, dispatch))
                 self._seats.update(parts[-1])
@@ -210,6 +212,14 @@ class TcpLink(CountedLink):
         """Return how many rows were sent again to another replica, by reason."""
         with self._changed:
             return dict(self._seats.resent)
+
+    def trace(self, context: bytes) -> None:
+        """Send ``context`` along with the calls that follow."""
+        self._trace = context
+
+    def resent(self, handle: TcpHandle) -> int:
+        """Return how often rows of ``handle``, which is combined, were sent to another replica."""
+        return sum(max(0, part.sends - 1) for part in handle.parts)
 
     def faults(self) -> dict[str, int]:
         """Return how many connections were refused or ended because of what the other side is or sent, by reason."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from services.errors import CallFailed, FabricError, SeatLeaving, WireError
 from services.fabric.faults import Faults
-from services.fabric.tcp.compute import Compute, ComputeLoop, Counts
+from services.fabric.tcp.compute import CallTraces, Compute, ComputeLoop, Counts
 from services.fabric.tcp.extension import ServerExtension
 from services.fabric.tcp.frames import (
     DTYPES,
@@ -61,6 +62,7 @@ class ExpertServer:
         extensions: asked in this order to take frames that do not belong to this file.
         spoken: versions of the protocol that this worker speaks.
         faults: counts refused peers by reason.
+        traces: takes what was computed, where anything is traced.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class ExpertServer:
         extensions: Sequence[ServerExtension] = (),
         spoken: Versions = SPOKEN,
         faults: Faults | None = None,
+        traces: CallTraces | None = None,
     ) -> None:
         check_facts(hello, secret)
         self._hello = msgspec.structs.replace(hello, max_rows=inbox_rows, max_bytes=max_bytes)
@@ -94,7 +97,7 @@ class ExpertServer:
         self._spoken = spoken
         self._limits = Limits(header=HEADER_BYTES, payload=max_bytes)
         self._inbox = Inbox(inbox_rows, join_rows)
-        self._loop = ComputeLoop(compute, self._inbox)
+        self._loop = ComputeLoop(compute, self._inbox, traces)
         self.counts: Counts = self._loop.counts
         self._lock = threading.Lock()
         self._peers: set[Peer] = set()
@@ -238,6 +241,8 @@ class ExpertServer:
             ids_RK=ids_RK,
             weights_RK=weights_RK,
             answer=lambda result: self._answer(peer, facts, call, result),
+            traced=facts if facts.trace else None,
+            came_ns=time.time_ns() if facts.trace else 0,
         )
         self._inbox.put(call)
 

@@ -121,6 +121,7 @@ def build_engine(tiny: TinyModel) -> MakeEngine:
         clock: Callable[[], int] = lambda: 0,
         overlap: Any = None,
         capture: Any = None,
+        tracing: Any = None,
         **options: Any,
     ) -> Engine[Any]:
         defaults: dict[str, Any] = {"block_size": 4, "kv_blocks": 128, "max_num_batched_tokens": 64}
@@ -131,6 +132,7 @@ def build_engine(tiny: TinyModel) -> MakeEngine:
             clock=clock,
             overlap=overlap,
             capture=capture,
+            tracing=tracing,
         )
 
     return build

@@ -39,6 +39,7 @@ REFUSED = {
             "is a, but redis.external.url asks for no TLS. Begin that with",
         ),
     ],
+    "traces go somewhere": [("tracing.enabled=true", "Give tracing.endpoint, the collector's address")],
     "what is to be encrypted can be": [
         ("redis.tls.enabled=true", "redis.tls.enabled is true, but nothing says where the certificate is"),
         ("redis.tls.enabled=true,redis.tls.certManager.enabled=true", "redis.tls.certManager.issuerRef has no name"),

@@ -65,6 +65,29 @@ def test_the_policies_open_the_port_of_an_external_redis(render: Render, setting
         assert {"ports": [{"port": port} for port in ports]} in named(objects, "NetworkPolicy", role)["spec"]["egress"]
 
 
+@pytest.mark.parametrize(
+    ("endpoint", "port"),
+    [("http://otel.monitoring.svc:4318", 4318), ("https://otel.example/base", 443), ("http://otel:80/v1/traces", 80)],
+)
+def test_every_role_sends_its_traces_to_the_collector(render: Render, endpoint: str, port: int) -> None:
+    peer = [{"ipBlock": {"cidr": "10.0.0.1/32"}}]
+    on = ("tracing.enabled=true", f"tracing.endpoint={endpoint}", "tracing.sample=0.5")
+    objects = render(*on, "networkPolicy.tracingTo[0].ipBlock.cidr=10.0.0.1/32")
+    for role in ROLES:
+        its = config(objects, role)
+        assert (its["otlp_endpoint"], its["trace_sample"]) == (endpoint, 0.5)
+        assert {"ports": [{"port": port}], "to": peer} in named(objects, "NetworkPolicy", role)["spec"]["egress"]
+        found = [template["spec"]["containers"][0] for name, template in pods(objects) if f"-{role}" in name]
+        for its in found:
+            env = {each["name"]: each.get("value") for each in its["env"]}
+            assert env["OTEL_RESOURCE_ATTRIBUTES"] == "k8s.namespace.name=there,k8s.pod.name=$(POD_NAME)"
+        assert found
+
+
+def test_without_tracing_the_pods_say_nothing_of_it(render: Render) -> None:
+    assert "otlp" not in str(render("tracing.endpoint=http://otel:4318")).lower()
+
+
 def test_every_role_trusts_the_authority_of_an_external_redis(render: Render) -> None:
     external = ("redis.enabled=false", "redis.external.url=rediss://redis.db/0", "redis.external.caSecret=authority")
     seen = 0

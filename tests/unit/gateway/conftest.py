@@ -39,6 +39,7 @@ from services.gateway.tokenize import TokenizerRoutes
 from services.gateway.tokenizer import SpecialTokens, TextCodec
 from services.messages import AttemptLost, GenerateRequest, TokenEvent, TokenLogprob
 from services.metrics import GatewayMetrics
+from services.runtime.tracing import Tracer
 
 BOS, EOS = "<|bos|>", "<|eos|>"
 TEMPLATE = (
@@ -262,6 +263,7 @@ async def _running(
     max_len: int = 256,
     redis_ms: Callable[[], float] | None = None,
     ttft_s: float = 2.0,
+    tracer: Tracer | None = None,
 ) -> AsyncIterator[Harness]:
     registry = CollectorRegistry()
     metrics, queue = GatewayMetrics(registry), queue or ScriptedQueue()
@@ -326,6 +328,7 @@ async def _running(
         same_machine=same_machine,
         separate_metrics=separate_metrics,
         allowed_origins=allowed_origins,
+        tracer=tracer,
     )
     app = build_app(parts)
     listener = listen("127.0.0.1", 0)

@@ -300,6 +300,25 @@ async def test_each_layout_has_its_workers(
     assert ended == sorted(ended, key=list(COMMANDS).index), "experts after those who use them"
 
 
+@pytest.mark.parametrize(
+    ("options", "place"),
+    [
+        ({}, None),
+        ({"trace_sample": 1.0}, "traces"),
+        ({"trace_sample": 1.0, "otlp_endpoint": "http://collector:4318"}, None),
+    ],
+)
+async def test_traces_without_a_place_go_into_a_folder_of_the_server(
+    home: Path, options: dict[str, Any], place: str | None
+) -> None:
+    assert await _run(_until_started(home, 3), **options) == 0
+    folders = {values["trace_folder"] for values in settings_in(home).values()}
+    assert len(folders) == 1, "of all roles"
+    (folder,) = folders
+    assert (folder and Path(folder).name) == place
+    assert folder is None or "expertmesh-serve-" in folder, "it ends with the server"
+
+
 async def test_expert_workers_are_stopped_together(home: Path, caplog: pytest.LogCaptureFixture) -> None:
     for index in range(4):
         (home / f"experts-{index}.stubborn").touch()
