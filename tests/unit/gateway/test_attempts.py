@@ -49,10 +49,10 @@ async def test_many_events_are_delivered_in_pieces_between_which_others_have_the
             turns.append(None)
             await asyncio.sleep(0)
 
-    def delivered(events):
+    def delivered(events, published):
         time.sleep(0.03)
         sizes.append((len(events), len(turns)))
-        return deliver(events)
+        return deliver(events, published)
 
     monkeypatch.setattr(gateway.table, "deliver", delivered)
     counting = asyncio.create_task(count())
