@@ -122,11 +122,13 @@ def rows(says: Says, query: Query) -> heatmap.Panel:
     return _coloured(panel.y_axis(heatmap.YAxisConfig().unit("short")), "Spectral", says.unit)
 
 
-def matrix(says: Says, query: Query, *, row: str, column: str) -> table.Panel:
-    """One cell for each value of the labels ``row`` and ``column``, as it is now, on a coloured background."""
+def matrix(says: Says, query: Query, *, row: str, column: str, coloured: bool = True) -> table.Panel:
+    """One cell for each value of the labels ``row`` and ``column``, as it is now; coloured by its value."""
     panel = _panel(table.Panel(), says, [query], _tabled).show_header(True)
     grouped = {"columnField": column, "rowField": row, "valueField": "Value", "emptyValue": "null"}
     panel = panel.with_transformation(models.DataTransformerConfig(id_val="groupingToMatrix", options=grouped))
+    if not coloured:
+        return panel
     cells = models.DynamicConfigValue(id_val="custom.cellOptions", value={"type": "color-background", "mode": "basic"})
     scheme = dashboard.FieldColor().mode(models.FieldColorModeId.CONTINUOUS_GR_YL_RD)
     return panel.color_scheme(scheme).override_by_field_type("number", [cells])

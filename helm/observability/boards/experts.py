@@ -8,6 +8,13 @@ from observability.queries import WORKER, WORKER_LEGEND, most, rate, series, sha
 
 _SHARD = "shard group {{shard}}"
 
+
+def _rows(by: str) -> str:
+    """Rows by second as expert workers count them, who know the groups; where experts are in the attention workers'
+    processes, as these do."""
+    return f"{rate('experts_rows_total', by)} or {rate('expert_tokens_total', by)}"
+
+
 _HEAT = Row(
     title="Where the load is",
     panels=(
@@ -19,7 +26,7 @@ _HEAT = Row(
                 "time.",
                 act="a row that stays hotter than the others is a hot shard group: does it have more replicas (below)?",
             ),
-            Query(expr=rate("expert_tokens_total", "shard"), legend=_SHARD),
+            Query(expr=_rows("shard"), legend=_SHARD),
         ),
         lines(
             Says(
@@ -41,7 +48,7 @@ _HEAT = Row(
                 "set.",
                 act="a layer whose shard groups differ much has hot experts: see the busiest experts beside it.",
             ),
-            Query(expr=rate("expert_tokens_total", "layer, shard")),
+            Query(expr=_rows("layer, shard")),
             row="layer",
             column="shard",
         ),
@@ -78,6 +85,7 @@ _HEAT = Row(
             Query(expr=most("expert_top_id", "layer, rank")),
             row="layer",
             column="rank",
+            coloured=False,
         ),
     ),
 )
