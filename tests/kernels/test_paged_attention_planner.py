@@ -78,12 +78,13 @@ def _check_rows(planner: Planner, words: Words, wanted: list[tuple[int, int, int
     assert len(set(slots)) == len(slots)
     assert max(slots, default=-1) < planner.room.slots
     for row, (_, first, last) in enumerate(wanted):
-        _check_row(sorted(parts[row]), listed.get(row), first, last)
+        _check_row(sorted(parts[row]), listed.get(row), first, last, planner.tiling.length)
 
 
-def _check_row(parts: list[tuple[int, int, int]], listed: list[int] | None, first: int, last: int) -> None:
+def _check_row(parts: list[tuple[int, int, int]], listed: list[int] | None, first: int, last: int, length: int) -> None:
     """Parts of a row lie one behind another, from the first position that it sees or before, past its last."""
     assert parts[0][0] <= first
+    assert all(end % length == 0 for _, end, _ in parts[:-1])
     assert parts[-1][1] > last
     assert all(one[1] == other[0] for one, other in itertools.pairwise(parts))
     slots = [slot for _, _, slot in parts]

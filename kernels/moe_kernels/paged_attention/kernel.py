@@ -41,7 +41,8 @@ def look(
     EDGE: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """The tile's lines meet the positions from ``at`` on, by online softmax (Milakov and Gimelshein 2018) in base 2.
-    Without ``EDGE`` every line sees all of them. Positions outside of ``oldest .. end`` are not read.
+    Without ``EDGE`` every line sees all of them. Positions outside of ``oldest .. end`` are not read; no line sees them,
+    for ``end`` is the end of a tile or of what the last row sees.
     """
     position_L, columns = at + tl.arange(0, BLOCK_L), tl.arange(0, BLOCK_H)
     read_L = (position_L < end) & (position_L >= oldest)
@@ -64,7 +65,7 @@ def look(
     score_ML *= LOG2_E
     if EDGE:
         seen_ML = (position_L[None, :] <= position_M[:, None]) & (position_L[None, :] > position_M[:, None] - window)
-        score_ML = tl.where(seen_ML & read_L[None, :], score_ML, float("-inf"))
+        score_ML = tl.where(seen_ML, score_ML, float("-inf"))
     higher_M = tl.maximum(top_M, tl.max(score_ML, axis=1))
     base_M = tl.where(higher_M == float("-inf"), 0.0, higher_M) if EDGE else higher_M
     weight_ML = tl.exp2(score_ML - base_M[:, None])

@@ -7,7 +7,8 @@ In: rows and length of each sequence. Out: int32 words, which the kernels read o
     items          sequence, first row, rows, position of the first row, first position, end, slot, 1 if wide; 8 each
     rows to merge  row, first slot, slots from one part to the next, parts; 4 each
 
-A slot is a row of the parts' sums. An item with slot -1 sees all that its rows see and writes them out; the others are
+First positions are multiples of the tiling's length, and so are ends of parts but for a tile's last. A slot is a row of
+the parts' sums. An item with slot -1 sees all that its rows see and writes them out; the others are
 parts of what their rows see (flash-decoding), from ``slot`` on. Programs take items from the longest down
 (:func:`moe_kernels.paged_attention.kernel.unit_of`).
 Legend: S sequences, T tiles (rows of one sequence), I items.
