@@ -42,7 +42,7 @@ Function = Callable[[AttentionCase], Call]
 
 
 def attention(settings: Settings) -> Iterator[Row]:
-    """``--scale`` divides contexts and rows of prompts, ``--tokens`` is the most decodes of a step and rows of a prompt."""
+    """``--scale`` divides contexts and rows of prompts. ``--tokens``: at most so many decodes, and rows of a prompt."""
     for shape in SHAPES:
         for name, lengths in steps(settings).items():
             yield from _measure(shape, name, lengths, settings)

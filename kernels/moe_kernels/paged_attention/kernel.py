@@ -41,8 +41,8 @@ def look(
     EDGE: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """The tile's lines meet the positions from ``at`` on, by online softmax (Milakov and Gimelshein 2018) in base 2.
-    Without ``EDGE`` every line sees all of them. Positions outside of ``oldest .. end`` are not read; no line sees them,
-    for ``end`` is the end of a tile or of what the last row sees.
+    Without ``EDGE`` every line sees all of them. Positions outside of ``oldest .. end`` are not read. No line sees
+    them: ``end`` is the end of a tile or of what the last row sees.
     """
     position_L, columns = at + tl.arange(0, BLOCK_L), tl.arange(0, BLOCK_H)
     read_L = (position_L < end) & (position_L >= oldest)
