@@ -87,7 +87,7 @@ def tiling_for(
         narrow=narrow,
         wide=wide,
         length=_positions(block_h, itemsize, warpgroups),
-        num_warps=8 if prompts or narrow >= 64 or (itemsize == 4 and block_h >= 128) else 4,
+        num_warps=_warps(narrow, wide, block_h, itemsize, warpgroups),
         num_stages=3,
         programs=multiprocessors * (1 if prompts else 3),
     )
@@ -105,6 +105,13 @@ def _positions(block_h: int, itemsize: int, warpgroups: bool) -> int:
     """Before Hopper more of what is multiplied lies in registers."""
     tile_bytes = _TILE_BYTES // (2 if itemsize == 4 and not warpgroups else 1)
     return min(128 if warpgroups else 64, max(16, tile_bytes // (block_h * itemsize)))
+
+
+def _warps(narrow: int, wide: int, block_h: int, itemsize: int, warpgroups: bool) -> int:
+    """Those with which the compiler needs no more registers than there are."""
+    if itemsize == 4:
+        return 8 if warpgroups and (wide or block_h >= 128) else 4
+    return 8 if wide or narrow >= 64 else 4
 
 
 def _wide_lines(block_h: int, itemsize: int, warpgroups: bool) -> int:
