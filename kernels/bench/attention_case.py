@@ -71,7 +71,7 @@ class AttentionCase:
         self.q_TNH = randn(lengths.total, shape.heads, shape.head_dim)
         self.k_PBJH, self.v_PBJH = (randn(self.copies * sum(counts), BLOCK, *size) for _ in "kv")
         order = torch.randperm(self.copies * sum(counts), generator=torch.Generator().manual_seed(seed))
-        own = order.split(counts * self.copies)
+        own = torch.split(order, counts * self.copies)
         table = torch.nn.utils.rnn.pad_sequence(list(own), batch_first=True).to(device, torch.int32)
         self.tables = table.view(self.copies, len(counts), -1).unbind()
         self.planner = self._planner(split)

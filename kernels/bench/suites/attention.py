@@ -33,7 +33,7 @@ SHAPES: Final = (
 )
 BATCHES: Final = (1, 8, 64, 256, 512)
 CONTEXTS: Final = (512, 2048, 8192, 32_768)
-MOST_POSITIONS: Final = 1 << 20
+MAX_POSITIONS: Final = 1 << 20
 """Of a batch of decodes: 2 GB of Qwen3-30B's keys and values in a layer."""
 PROMPTS: Final = (2048, 8192, 32_768)
 MIXED: Final = (256, 2048, 4, 512, 4096)
@@ -54,7 +54,7 @@ def steps(settings: Settings) -> dict[str, Lengths]:
     found: dict[str, Lengths] = {}
     for context in CONTEXTS:
         for batch in BATCHES:
-            if batch <= most and batch * context <= MOST_POSITIONS:
+            if batch <= most and batch * context <= MAX_POSITIONS:
                 length = max(1, context // scale)
                 found[f"decode context {length} batch {batch}"] = Lengths(rows=(1,) * batch, kv_len=(length,) * batch)
     for prompt in PROMPTS:

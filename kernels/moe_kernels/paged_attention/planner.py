@@ -1,5 +1,5 @@
-"""The work list of a step: which rows meet which positions, in items that take about equally long. Made by the host
-without torch, since it is made anew for each step.
+"""The work list of a step: which rows meet which positions, in items that take about equally long. The host
+makes one for each step, without torch.
 
 In: rows and length of each sequence. Out: int32 words, which the kernels read on the device::
 

@@ -110,7 +110,7 @@ def _positions(block_h: int, itemsize: int, warpgroups: bool) -> int:
 def _warps(narrow: int, wide: int, block_h: int, itemsize: int, warpgroups: bool) -> int:
     """Those with which the compiler needs no more registers than there are."""
     if itemsize == 4:
-        return 8 if warpgroups and (wide or block_h >= 128) else 4
+        return 8 if narrow >= 64 or (warpgroups and (wide or block_h >= 128)) else 4
     return 8 if wide or narrow >= 64 else 4
 
 

@@ -1,4 +1,4 @@
-"""A work list where kernels read it: a tensor of fixed size on the device, filled anew for each step."""
+"""A work list where kernels read it: a tensor of fixed size on the device, filled again for each step."""
 
 from __future__ import annotations
 
