@@ -4,6 +4,7 @@ promises.
 
 from __future__ import annotations
 
+from bench.checks.attention import attention_checks
 from bench.checks.base import Check
 from bench.checks.foreign import foreign_checks
 from bench.checks.graphs import graph_checks
@@ -22,4 +23,5 @@ def all_checks(*, scale: int = 1) -> list[Check]:
         *option_checks(),
         *graph_checks(),
         *routing_checks(),
+        *attention_checks(),
     ]

@@ -7,6 +7,7 @@ from typing import Final
 
 from bench.measuring import Settings
 from bench.results import Row
+from bench.suites.attention import attention
 from bench.suites.deepspeed import gating
 from bench.suites.elephants import gemm, table1
 from bench.suites.layers import figures, int4, route_plan
@@ -26,4 +27,5 @@ SUITES: Final[Mapping[str, Callable[[Settings], Iterator[Row]]]] = {
     "elephants-table1": table1,
     "elephants-gemm": gemm,
     "deepspeed-gating": gating,
+    "attention": attention,
 }

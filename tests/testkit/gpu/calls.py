@@ -21,6 +21,10 @@ from moe_kernels.exchange.joined.op import send_joined, take_joined
 from moe_kernels.exchange.joined.room import Joined
 from moe_kernels.exchange.layout import WORDS, Layout
 from moe_kernels.exchange.op import send_answers, send_rows, sum_answers, take_rows
+from moe_kernels.paged_attention.op import paged_attention
+from moe_kernels.paged_attention.planner import Planner
+from moe_kernels.paged_attention.tiling import tiling_for
+from moe_kernels.paged_attention.work import Work
 from moe_kernels.paged_decode.op import paged_decode
 from moe_kernels.rotary.op import rotate_heads
 from moe_kernels.training.parallel_linear import _ParallelLinear
@@ -96,6 +100,27 @@ def decode(
     blocks_SM = empty(sequences, -(-length // block), dtype=torch.int32)
     kv_len_S = empty(sequences, dtype=torch.int32)
     paged_decode(empty(sequences, heads, size, dtype=kind), *cache, blocks_SM, kv_len_S, window=window)
+
+
+def attention(
+    dtype: str, heads: int, kv_heads: int, size: int, *, prompts: bool = True, block: int = 16, positions: int = 32768,
+    window: int | None = None, softcap: float | None = None, sinks: bool = False,
+) -> None:  # fmt: skip
+    """paged_attention. Nothing is planned: launches do not depend on a list's contents."""
+    kind, rows, sequences = DTYPES[dtype], 2048 if prompts else 256, 256
+    tiling = tiling_for(
+        heads=heads, kv_heads=kv_heads, head_dim=size, itemsize=kind.itemsize, prompts=prompts,
+        multiprocessors=torch.cuda.get_device_properties(0).multi_processor_count,
+        warpgroups=torch.cuda.get_device_capability(0) >= (9, 0),
+    )  # fmt: skip
+    planner = Planner(tiling, rows=rows, sequences=sequences, positions=positions, window=window)
+    words_W = empty(planner.room.words, dtype=torch.int32)
+    paged_attention(
+        empty(rows, heads, size, dtype=kind), *(empty(4096, block, kv_heads, size, dtype=kind) for _ in "kv"),
+        empty(sequences, -(-positions // block), dtype=torch.int32),
+        Work(words_W=words_W, room=planner.room, tiling=tiling, window=window),
+        softcap=softcap, sinks_N=empty(heads, dtype=kind) if sinks else None,
+    )  # fmt: skip
 
 
 def exchange(
@@ -195,6 +220,24 @@ def _decode(dtype: str, heads: int, kv_heads: int, size: int, name: str = "", **
     return {f"decode-{dtype}-{heads}-{kv_heads}-{size}{name}": partial(decode, dtype, heads, kv_heads, size, **options)}
 
 
+def _attention(dtype: str, heads: int, kv_heads: int, size: int, name: str = "", **options: Any) -> Calls:
+    call = partial(attention, dtype, heads, kv_heads, size, **options)
+    return {f"attention-{dtype}-{heads}-{kv_heads}-{size}{name}": call}
+
+
+ATTENTION: Calls = {
+    **_attention("bf16", 32, 4, 128),
+    **_attention("bf16", 32, 4, 128, "-decodes", prompts=False),
+    **_attention("bf16", 64, 8, 64, "-sinks", sinks=True, window=128),
+    **_attention("bf16", 16, 8, 256, "-capped", softcap=50.0, window=4096),
+    **_attention("fp16", 16, 4, 96, block=32),
+    **_attention("fp16", 16, 16, 192, "-short", positions=256),
+    **_attention("bf16", 71, 1, 64, "-decodes", prompts=False),
+    **_attention("fp32", 32, 4, 128),
+    **_attention("fp32", 8, 4, 64, "-decodes", prompts=False, block=64),
+}
+"""paged_attention, for heads of all sizes. A window is data: it makes no other code."""
+
 SERVED: Calls = {
     **_experts("bf16", 1, 300, 4096),
     **_experts("bf16", 16, name="-local", local=True, ids=torch.int32),
@@ -265,6 +308,7 @@ MORE: Calls = {
     "trained-linear-bf16-grouped": partial(trained_linear, "bf16", rows="grouped", gates=True, narrow=True),
     "trained-linear-fp16-pair": partial(trained_linear, "fp16", rows="pair"),
     "trained-linear-fp32": partial(trained_linear, "fp32", gates=True, narrow=True),
+    **ATTENTION,
     "rotate-bf16": partial(turned, "bf16"),
     "rotate-fp32": partial(turned, "fp32"),
 }

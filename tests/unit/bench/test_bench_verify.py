@@ -22,6 +22,9 @@ FEW = [
     "sparse_mlp swiglu fp32 rows 5",
     "quantise",
     "no rows",
+    "attention 12-2-96 fp32 mix window",
+    "attention neighbours fp32",
+    "attention graph fp32",
 ]
 
 
@@ -30,7 +33,7 @@ def test_a_few_checks_of_every_kind_pass(capsys: pytest.CaptureFixture[str]) -> 
     code = verify.main(["--device", "cpu", "--jobs", "1", *only])
     out = capsys.readouterr().out
     assert code == 0, out
-    for kind in ("route", "plan", "fused_moe", "grouped_mlp", "parallel_linear", "sparse_mlp", "quantise"):
+    for kind in ("route", "plan", "fused_moe", "grouped_mlp", "parallel_linear", "sparse_mlp", "quantise", "attention"):
         assert f"| {kind} " in out
     assert " 0 failed" in out
 
