@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from testkit.models.attention_steps import Step
 from testkit.models.moe_layers import random_layer
 from torch import Tensor
 
@@ -102,6 +103,7 @@ OPS: dict[str, Callable[[], Any]] = {
     "combine": lambda: combine(X_TD, torch.zeros(2, 2, dtype=torch.int32), None),
     "parallel_linear": lambda: parallel_linear(X_TD, cast("Tensor", LAYER.w_in), plan(IDS_TK, 4)),
     "dequantize_experts": lambda: dequantize_experts(quantize_experts(torch.ones(1, 2, 128), 4)),
+    "paged_attention": Step([(1, 5)]),
     "SparseMLP": lambda: SparseMLP(16, 8, experts=4, top_k=2, router=True)(X_TD),
     "MixtureOfAttention": lambda: MixtureOfAttention(16, 4, heads=2, experts=4, top_k=2, router=True)(X_TD[None]),
 }
