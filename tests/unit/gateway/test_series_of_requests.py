@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from testkit.http_peer import URL, bearer
 from testkit.queue.scripted import ScriptedQueue
+from testkit.spans import Spans
 from testkit.waiting import eventually
 
 from services.errors import InternalError, InvalidRequest, QueueFull, QueueUnavailable
@@ -126,20 +127,17 @@ async def test_what_no_client_streams_has_no_delivery(start):
     assert gateway.value("token_delivery_seconds_count") == 0
 
 
-async def test_the_page_is_in_openmetrics_where_that_is_accepted_with_exemplars_of_traced_requests(gateway):
-    asking, request = await gateway.ask()
-    [job] = gateway.table.jobs()
-    job.exemplar = {"trace_id": "0af7651916cd43dd8448eb211c80319c"}
+async def test_the_page_is_in_openmetrics_where_that_is_accepted_with_exemplars_of_traced_requests(start):
+    gateway, trace = await start(tracer=Spans(share=0.0).tracer), "0af7651916cd43dd8448eb211c80319c"
     gateway.says("the fox")
-    gateway.queue.emit(*gateway.queue.answer(request))
-    await asking
+    await gateway.http.post(URL, json={"prompt": "hello"}, headers={"traceparent": f"00-{trace}-b7ad6b7169203331-01"})
     answer = await gateway.http.get("/metrics", headers=OPEN)
     assert answer.headers["content-type"] == OPENMETRICS.content_type
     assert answer.text.endswith("# EOF\n")
     families = {family.name: family for family in text_string_to_metric_families(answer.text)}
     for name in ("time_to_first_token_seconds", "request_duration_seconds"):
         exemplars = [one.exemplar for one in families[f"expertmesh_{name}"].samples if one.exemplar]
-        assert [one.labels for one in exemplars] == [job.exemplar], name
+        assert [one.labels for one in exemplars] == [{"trace_id": trace}], name
     assert 'expertmesh_requests_total{finish="length"} 1.0' in answer.text, "counters keep their names"
     plain = await gateway.http.get("/metrics")
     assert plain.headers["content-type"] == TEXT.content_type
