@@ -10,8 +10,8 @@ from typing import Any
 
 import yaml
 
-PODS = ("gateway", "scheduler", "attention", "experts", "redis", "model.pvc.prefetch", "test")
-"""Values that describe pods: the workloads, the Job that fetches the model, and the pod of `helm test`."""
+PODS = ("gateway", "scheduler", "attention", "experts", "redis", "model.pvc.prefetch", "loadgen", "test")
+"""Values that describe pods: the workloads, the Jobs that fetch the model and send load, and the pod of `helm test`."""
 OWNERS = (
     *PODS,
     *("images.control", "images.worker", "images.redis", "model.image", "fabric"),

@@ -18,9 +18,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-import aiohttp
-
 from loadgen.client import StreamResult, stream_completion
+from loadgen.connections import Broken, Session
+from loadgen.schedule.curve import flat
+from loadgen.schedule.gaps import Gaps
+from loadgen.schedule.schedule import arrivals
+from loadgen.timers import Timers
 
 TOKEN_IDS = range(10, 1000)
 """Of prompts: no special ones, and few enough for any vocabulary."""
@@ -62,11 +65,9 @@ class Load:
         """Returns when each request is sent, in seconds from the first on, in order."""
         if self.rate is None:
             return [0.0] * self.requests
-        if self.arrivals is Arrivals.CONSTANT:
-            return [number / self.rate for number in range(self.requests)]
-        rng = random.Random(f"arrivals {self.seed}")
-        gaps = (rng.expovariate(self.rate) for _ in range(self.requests - 1))
-        return list(itertools.accumulate(gaps, initial=0.0))
+        gaps = Gaps(0.0 if self.arrivals is Arrivals.CONSTANT else 1.0)
+        times = arrivals(flat(self.rate), gaps, seed=self.seed, requests=self.requests).times
+        return [moment - times[0] for moment in times]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,24 +92,25 @@ class Figures:
 async def drive(load: Load, on_progress: Callable[[int], None] = lambda _ended: None) -> Figures:
     """Send ``load``, each request at its time whether earlier ones have ended or not. ``on_progress`` gets the number
     of requests that have ended, after each one."""
-    connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=None)
     results: list[StreamResult] = []
-    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+    timers = Timers()
+    async with Session(between=timers.poll) as session:
         began = time.perf_counter()
 
         async def send(prompt: Sequence[int], at: float) -> float:
-            await asyncio.sleep(max(0.0, began + at - time.perf_counter()))
+            await timers.until(began + at)
             lag = time.perf_counter() - began - at
             result = StreamResult(started=time.perf_counter())
             try:
                 result = await stream_completion(session, load.url, load.body(prompt))
-            except aiohttp.ClientError as error:
+            except Broken as error:
                 result.error = f"{type(error).__name__}: {error}"
             results.append(result)
             on_progress(len(results))
             return lag
 
         lags = await asyncio.gather(*(send(*each) for each in zip(load.prompts(), load.times(), strict=True)))
+    timers.close()
     return figures(results, lags)
 
 

@@ -15,7 +15,8 @@ lock() { # NAME ARGUMENTS...: what they say, for CPython 3.11 on x86-64 and ARM
   $work/bin/uv pip compile "${common[@]}" --format pylock.toml -o "$files" "$@"
   only_usable "$name" "$files"
 }
-only_usable() { # NAME FILES: of the hashes in $work/NAME those of wheels that the images can take, by the names in FILES
+only_usable() { # NAME FILES: of the hashes in $work/NAME those of wheels that the images can take, by the names in FILES;
+                # a package without one for ARM (hdrhistogram) is left out there
   $work/bin/python - "$work/$1" "$2" <<'PY'
 import re, sys, tomllib
 lock, files = sys.argv[1:]
@@ -23,13 +24,16 @@ named = re.compile(r"/([^/]+)\.whl$")
 fits = re.compile(r"-(py[23.]*3|cp311-cp311|cp3\d*-abi3)(-none|)-(any|.*manylinux.*_(x86_64|aarch64))$")
 wheels = [wheel for package in tomllib.load(open(files, "rb"))["packages"] for wheel in package.get("wheels", ())]
 usable = {
-    wheel["hashes"]["sha256"] for wheel in wheels
+    wheel["hashes"]["sha256"]: name[1] for wheel in wheels
     if (name := named.search(wheel.get("url", ""))) and fits.search(name[1])
 }
 found = []
 for entry in re.split(r"\n(?=\S)", open(lock).read().strip()):
     head, *hashes = entry.split(" \\\n    --hash=sha256:")
-    found.append([head, *([each for each in hashes if each in usable] or hashes)])
+    mine = [each for each in hashes if each in usable]
+    if mine and ";" not in head and all(usable[each].endswith("x86_64") for each in mine):
+        head += " ; platform_machine == 'x86_64'"
+    found.append([head, *(mine or hashes)])
 open(lock, "w").write("".join(" \\\n    --hash=sha256:".join(entry) + "\n" for entry in found))
 PY
 }
@@ -46,7 +50,7 @@ print("\n".join(text for name, text in sorted(mine.items()) if name not in contr
 PY
 }
 rm -f $work/*.lock
-lock control.lock pyproject.toml --extra kubernetes --extra tracing -c constraints.txt
+lock control.lock pyproject.toml --extra kubernetes --extra load --extra tracing -c constraints.txt
 echo hatchling | lock build.lock -
 grep -v -E '^(torch|triton)==' constraints.txt > $work/cpu.txt
 version=$(sed -n 's/^torch==//p' constraints.txt)

@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import aiohttp
 import psutil
 
 from loadgen.client import StreamResult, stream_completion
+from loadgen.connections import Session
 from loadgen.served import Served, served
 from perf.cpu.bench_model import write_checkpoint
 from services.demo.tokenizer import VOCAB_SIZE
@@ -160,9 +160,7 @@ def _hop(cmdline: Sequence[str]) -> str:
     return "redis" if "-server" in line else "supervisor"
 
 
-async def rest_round(
-    server: Served, session: aiohttp.ClientSession, max_tokens: int, per_stream: int, seed: int
-) -> Round:
+async def rest_round(server: Served, session: Session, max_tokens: int, per_stream: int, seed: int) -> Round:
     """``STREAMS`` clients, each with ``per_stream`` requests one after the other."""
     waiting = prompts(STREAMS * per_stream, seed)
     body = {"model": "bench", "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
@@ -187,8 +185,7 @@ async def rest_round(
 
 
 async def _through(server: Served, max_tokens: int, per_stream: int) -> Round:
-    timeout, connector = aiohttp.ClientTimeout(total=None), aiohttp.TCPConnector(limit=STREAMS)
-    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
+    async with Session() as session:
         await rest_round(server, session, WARM_UP_TOKENS, 1, seed=99)  # connections, first allocations
         return await rest_round(server, session, max_tokens, per_stream, seed=1)
 

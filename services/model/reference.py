@@ -8,7 +8,7 @@ dimension.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -34,18 +34,26 @@ class ReferenceOutput:
 
 
 class ReferenceModel:
-    """Computes a checkpoint's logits by definition. ``tensors`` has every tensor of the model by its name on disk."""
+    """Computes a checkpoint's logits by definition. ``tensors`` has every tensor of the model by its name on disk.
+    ``on_choice`` gets the number of each layer that has experts, and ``[T, K]`` those that its router chose."""
 
-    def __init__(self, spec: ModelSpec, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        tensors: Mapping[str, Tensor],
+        on_choice: Callable[[int, Tensor], None] = lambda _layer, _expert_TK: None,
+    ) -> None:
         self.spec = spec
+        self._on_choice = on_choice
         self._names = TensorNames(spec.family)
         self._tensors = {name: tensor.float() for name, tensor in tensors.items()}
 
     @classmethod
-    def load(cls, model_dir: Path) -> Self:
+    def load(cls, model_dir: Path, on_choice: Callable[[int, Tensor], None] = lambda _layer, _expert_TK: None) -> Self:
         spec = load_spec(model_dir)
         with Checkpoint(model_dir, spec) as checkpoint:
-            return cls(spec, {name: checkpoint.read(name).clone() for name in dense_shapes(spec) | expert_shapes(spec)})
+            names = dense_shapes(spec) | expert_shapes(spec)
+            return cls(spec, {name: checkpoint.read(name).clone() for name in names}, on_choice)
 
     def logits(self, token_ids: Sequence[int]) -> Tensor:
         """Return ``[T, V]`` float32: row t predicts the token after ``token_ids[t]``."""
@@ -118,6 +126,7 @@ class ReferenceModel:
         ranked_TE, expert_TE = probability_TE.sort(dim=-1, descending=True, stable=True)
         top_k = self.spec.top_k
         weight_TK, expert_TK = ranked_TE[:, :top_k], expert_TE[:, :top_k]
+        self._on_choice(layer, expert_TK)
         if self.spec.router.renormalise:
             weight_TK = weight_TK / weight_TK.sum(dim=-1, keepdim=True)
         y_TD = torch.zeros_like(h_TD)

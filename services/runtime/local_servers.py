@@ -6,7 +6,7 @@ those of the server that it is about.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -75,11 +75,18 @@ def announce(folder: RunFolder, settings: Settings, *, url: str, redis_url: str)
 
 def local_servers() -> list[LocalServer]:
     """Return the servers that run, by URL."""
-    found = []
+    return sorted((server for _, server in _records()), key=lambda server: server.url)
+
+
+def folders_of(url: str) -> list[Path]:
+    """Return the private folder of the supervisor that runs the server at ``url``; none where that is elsewhere."""
+    return [folder for folder, server in _records() if server.url == root_url(url)]
+
+
+def _records() -> Iterator[tuple[Path, LocalServer]]:
     for folder in live_folders():
         with suppress(FileNotFoundError, msgspec.DecodeError):  # not yet; of a release that writes something else
-            found.append(msgspec.json.decode((folder / _RECORD).read_bytes(), type=LocalServer))
-    return sorted(found, key=lambda server: server.url)
+            yield folder, msgspec.json.decode((folder / _RECORD).read_bytes(), type=LocalServer)
 
 
 def add_url(parser: OptionParser) -> None:

@@ -9,11 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-import aiohttp
-
 from chaos.history import History
 from chaos.load import PAUSE_S, STREAM_S, TRY_AGAIN, Job, Load, Outcome
 from loadgen.client import StreamResult, stream_completion
+from loadgen.connections import Broken, Session, TimedOut
 
 Fate = Literal["end", "refused", "broken", "failed"]
 
@@ -85,7 +84,7 @@ class KeyedLoad(Load):
             facts = {"ids": tuple(result.token_ids), "text": result.text, "finish": str(result.finish_reason)}
             self.history.add("answer", job=number, **facts)
 
-    async def _one(self, session: aiohttp.ClientSession, job: Job) -> Outcome:
+    async def _one(self, session: Session, job: Job) -> Outcome:
         begun, refused = time.perf_counter(), 0
         client = self.clients.setdefault(asyncio.current_task(), len(self.clients))
         place = client
@@ -104,14 +103,14 @@ class KeyedLoad(Load):
             place += became == "broken" or result.status == 0
             await asyncio.sleep(PAUSE_S)
 
-    async def _try(self, session: aiohttp.ClientSession, job: Job, url: str, request: _Request) -> Fate:
+    async def _try(self, session: Session, job: Job, url: str, request: _Request) -> Fate:
         request.begin()
         headers = {"Idempotency-Key": request.key}
         try:
             request.result = await stream_completion(
                 session, url, job.body, headers=headers, on_progress=request.on_progress
             )
-        except (aiohttp.ClientError, TimeoutError) as error:
+        except (Broken, TimedOut) as error:
             request.result.error = f"{type(error).__name__}: {error}"
             return fate(request.result, broken=True)
         return fate(request.result, broken=False)

@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import aiohttp
 from testkit.pocket.answers import END
 
 from loadgen.client import StreamResult, stream_completion
+from loadgen.connections import Broken, Session, TimedOut
 
 TRY_AGAIN = (429, 503)
 PAUSE_S, STREAM_S = 0.2, 300.0
@@ -96,13 +96,11 @@ class Load:
 
     async def _clients(self, draw: Callable[[], Job | None]) -> list[Outcome]:
         self.outcomes = []
-        connector = aiohttp.TCPConnector(limit=0)
-        timeout = aiohttp.ClientTimeout(total=STREAM_S, sock_connect=self.silence_s, sock_read=self.silence_s)
-        async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+        async with Session(total_s=STREAM_S, connect_s=self.silence_s, silence_s=self.silence_s) as session:
             await asyncio.gather(*(self._client(session, draw) for _ in range(self.streams)))
         return self.outcomes
 
-    async def _client(self, session: aiohttp.ClientSession, draw: Callable[[], Job | None]) -> None:
+    async def _client(self, session: Session, draw: Callable[[], Job | None]) -> None:
         while (job := draw()) is not None:
             self.in_flight += 1
             outcome = await self._one(session, job)
@@ -110,14 +108,14 @@ class Load:
             self.outcomes.append(outcome)
             self.in_flight -= 1
 
-    async def _one(self, session: aiohttp.ClientSession, job: Job) -> Outcome:
+    async def _one(self, session: Session, job: Job) -> Outcome:
         """A request that the server asks to send again later is sent again; what has begun is never."""
         begun, refused = time.perf_counter(), 0
         while True:
             result = StreamResult(started=time.perf_counter())
             try:
                 result = await stream_completion(session, self.url, job.body)
-            except (aiohttp.ClientError, TimeoutError) as error:
+            except (Broken, TimedOut) as error:
                 result.error = f"{type(error).__name__}: {error}"
             pause_s = self.pause_s(result)
             if pause_s is None or time.perf_counter() > begun + STREAM_S:

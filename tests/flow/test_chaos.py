@@ -12,7 +12,6 @@ from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import aiohttp
 import pytest
 import redis
 from chaos.load import TRY_AGAIN
@@ -22,6 +21,7 @@ from testkit.processes.servers import bench
 from testkit.waiting import eventually, until
 
 from loadgen.client import StreamResult, stream_completion
+from loadgen.connections import Broken, Session
 
 REQUESTS, CONCURRENT = 80, 16
 TRIES = 240
@@ -75,13 +75,13 @@ class Trouble:
         self.tokens = max(self.tokens, len(result.token_ids))
 
 
-async def one_request(session: aiohttp.ClientSession, url: str, body: dict[str, Any], trouble: Trouble) -> list[int]:
+async def one_request(session: Session, url: str, body: dict[str, Any], trouble: Trouble) -> list[int]:
     """The request's tokens; a client that loses its gateway retries with the same Idempotency-Key."""
     headers = {"Idempotency-Key": str(uuid.uuid4())}
     for _ in range(TRIES):
         try:
             result = await stream_completion(session, url, body, headers=headers, on_progress=trouble.note)
-        except aiohttp.ClientError:
+        except Broken:
             trouble.broken += 1
         else:
             if result.status in TRY_AGAIN:
@@ -99,11 +99,11 @@ async def run_loads(url: str, disturb: Callable[[], Awaitable[None]] | None = No
     trouble = Trouble()
     gate = asyncio.Semaphore(CONCURRENT)
 
-    async def guarded(session: aiohttp.ClientSession, body: dict[str, Any]) -> list[int]:
+    async def guarded(session: Session, body: dict[str, Any]) -> list[int]:
         async with gate:
             return await one_request(session, url, body, trouble)
 
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+    async with Session() as session:
         tasks = [asyncio.create_task(guarded(session, body)) for body in bodies()]
         if disturb:
             await eventually(lambda: trouble.tokens >= 10, "the first ten tokens")

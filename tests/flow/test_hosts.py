@@ -6,7 +6,6 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 from testkit.pocket.answers import END, POCKET, recorded
 from testkit.processes.cluster import Cluster, Shape
@@ -14,6 +13,7 @@ from testkit.processes.netns import Network
 from testkit.processes.servers import Server, bench
 
 from loadgen.client import StreamResult, stream_completion
+from loadgen.connections import Session
 
 STREAMS = 64
 
@@ -29,7 +29,7 @@ def bodies() -> list[dict[str, Any]]:
 
 async def answers(url: str) -> list[StreamResult]:
     """All of them at once."""
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+    async with Session() as session:
         return await asyncio.gather(*(stream_completion(session, url, body) for body in bodies()))
 
 

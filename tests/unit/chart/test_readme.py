@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 from testkit.kube.chart import CHART
 
-PODS = ("gateway", "scheduler", "attention", "experts", "redis", "model.pvc.prefetch", "test")
+PODS = ("gateway", "scheduler", "attention", "experts", "redis", "model.pvc.prefetch", "loadgen", "test")
 """What the README calls "all"."""
 
 

@@ -1,0 +1,328 @@
+"""One run, in this process or in several: from a plan to its results."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import multiprocessing
+import ssl
+import time
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+from multiprocessing.connection import Connection
+from typing import Any, TypeVar
+
+from loadgen.answers import line_of
+from loadgen.client import StreamResult
+from loadgen.connections import Session
+from loadgen.histograms import latency_of
+from loadgen.plan import Closed, Plan
+from loadgen.results import Run, Schedule, Shard, Target, Workload
+from loadgen.runner import Runner
+from loadgen.saturation import EVERY_S, Saturation
+from loadgen.seen import Seen
+from loadgen.summary import Facts, run_of
+from loadgen.timeline import interval_s
+from loadgen.timers import Timers
+
+T = TypeVar("T")
+SOON_S = 0.05
+"""From when all is made until the schedule begins."""
+LEAD_S = 60e-6
+_ALL_READY_S = 0.3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """What one process saw. ``began_at``: second 0 of the schedule, ``started_at``: when it was ready;
+    both in Unix seconds."""
+
+    seen: list[Seen]
+    began_at: float
+    started_at: float
+    connections: int
+    saturated: bool
+
+    @property
+    def late_start_s(self) -> float:
+        return max(0.0, self.started_at - self.began_at)
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Where a run stands, ``seconds`` after its begin."""
+
+    seconds: float
+    sent: int
+    ended: int
+    in_flight: int
+    failed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Driven:
+    """A run, and each of its requests. ``saturated``: it was stopped, for the server's backlog grew."""
+
+    run: Run
+    seen: Sequence[Seen]
+    saturated: bool
+
+
+Report = Callable[[Progress], None]
+
+
+def drive(
+    plan: Plan, processes: int = 1, report: Report | None = None, on_begin: Callable[[float], None] = lambda _at: None
+) -> Driven:
+    """Returns what a run of ``plan`` saw. It blocks until the last request has ended. ``on_begin`` gets second 0 of the
+    schedule, in Unix seconds, before it comes."""
+    parts = (
+        [on_loop(part_of(plan, report, on_begin=on_begin))] if processes == 1 else _spread(plan, processes, on_begin)
+    )
+    seen = sorted((seen for part in parts for seen in part.seen), key=lambda seen: seen.scheduled)
+    return Driven(run_of(_facts(plan, parts), seen), seen, any(part.saturated for part in parts))
+
+
+def on_loop(work: Coroutine[Any, Any, T]) -> T:
+    """Returns what ``work`` does, on uvloop where that is installed, without pauses of the garbage collector."""
+    factory: Callable[[], asyncio.AbstractEventLoop] | None = None
+    with suppress(ImportError):
+        import uvloop
+
+        factory = uvloop.new_event_loop
+    with asyncio.Runner(loop_factory=factory) as runner, _no_collection():
+        return runner.run(work)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """A full collection stops the process for tens of milliseconds, in which requests are late."""
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()
+
+
+async def part_of(
+    plan: Plan,
+    report: Report | None = None,
+    ready: Callable[[], float] | None = None,
+    on_begin: Callable[[float], None] = lambda _at: None,
+) -> Part:
+    """Returns what this process sees of its shard of ``plan``. ``ready`` is called when all is made, and returns when
+    to start."""
+    timers = Timers(lead_s=_lead_s(plan))
+    tls = ssl.create_default_context(cafile=plan.ca) if plan.ca else None
+    limits = plan.limits
+    async with Session(
+        connect_s=limits.connect_s, silence_s=limits.silence_s, total_s=limits.total_s, tls=tls, between=timers.poll
+    ) as session:
+        lines: list[bytes] = []
+        runner = Runner(
+            session=session,
+            timers=timers,
+            url=plan.url,
+            bodies=plan.bodies,
+            source=plan.source,
+            manners=plan.manners,
+            stream=plan.stream,
+            key=plan.key,
+            answers=plan.answers,
+            on_answer=_recording(lines) if plan.record_to else plan.on_answer,
+        )
+        if not isinstance(plan.load, Closed):
+            index, of = plan.shard
+            runner.prepare((number, plan.load.times[number]) for number in range(index, len(plan.load.times), of))
+        gc.freeze()
+        start_at = plan.start_at if ready is None else ready()
+        started_at = time.time()
+        began_at = started_at + SOON_S if start_at is None else start_at
+        on_begin(began_at)
+        began = time.perf_counter() + began_at - time.time()
+        saturated = await _run(plan, runner, began, report)
+        timers.close()
+        if plan.record_to is not None:
+            with plan.record_to.open("ab") as file:
+                file.writelines(lines)
+        return Part(
+            seen=runner.seen,
+            began_at=began_at,
+            started_at=started_at,
+            connections=session.opened,
+            saturated=saturated,
+        )
+
+
+def _lead_s(plan: Plan) -> float:
+    """Of the timers: none where it would be a good part of a gap."""
+    gap_s = None if isinstance(plan.load, Closed) else plan.load.mean_gap_s
+    return LEAD_S if gap_s is not None and gap_s * plan.shard[1] > 10 * LEAD_S else 0.0
+
+
+def _recording(lines: list[bytes]) -> Callable[[Mapping[str, object], StreamResult], None]:
+    return lambda body, result: lines.append(line_of(body, result))
+
+
+async def _run(plan: Plan, runner: Runner, began: float, report: Report | None) -> bool:
+    """Returns whether it was stopped because of a growing backlog."""
+    running = asyncio.ensure_future(_loop(plan, runner, began))
+    saturation = None
+    if plan.stop_saturated and not isinstance(plan.load, Closed) and plan.load.rate:
+        saturation = Saturation(plan.load.rate / plan.shard[1])
+    try:
+        while not (await asyncio.wait([running], timeout=EVERY_S))[0]:
+            seconds = time.perf_counter() - began
+            if report is not None:
+                report(_progress(runner, seconds))
+            if saturation is not None and seconds > 0 and saturation.add(seconds, runner.in_flight):
+                await runner.stop()
+                await asyncio.wait([running])
+                return True
+        await running
+        return False
+    finally:
+        running.cancel()
+        await runner.stop()
+
+
+async def _loop(plan: Plan, runner: Runner, began: float) -> None:
+    if not isinstance(plan.load, Closed):
+        await runner.open_loop(began)
+        return
+    await runner.timers.until(began)
+    index, of = plan.shard
+    clients = plan.load.clients // of + (index < plan.load.clients % of)
+    numbers = range(index, 10**12 if plan.load.requests is None else plan.load.requests, of)
+    await runner.closed_loop(clients, numbers, began, plan.load.seconds)
+
+
+def _progress(runner: Runner, seconds: float) -> Progress:
+    failed = sum(seen.outcome not in ("ok", "disconnected") for seen in runner.seen[-1000:])
+    return Progress(seconds, runner.sent, len(runner.seen), runner.in_flight, failed)
+
+
+def _spread(plan: Plan, processes: int, on_begin: Callable[[float], None]) -> list[Part]:
+    """Returns what ``processes`` see that begin together. They share this plan's shard among them."""
+    context = multiprocessing.get_context("spawn")
+    index, of = plan.shard
+    started = []
+    for number in range(processes):
+        ours, theirs = context.Pipe()
+        shard = replace(plan, shard=(index + of * number, of * processes))
+        process = context.Process(target=_child, args=(shard, theirs), daemon=True)
+        process.start()
+        theirs.close()
+        started.append((process, ours))
+    try:
+        for _, pipe in started:
+            _received(pipe)
+        start_at = time.time() + _ALL_READY_S if plan.start_at is None else plan.start_at
+        on_begin(start_at)
+        for _, pipe in started:
+            pipe.send(start_at)
+        return [_received(pipe) for _, pipe in started]
+    finally:
+        for process, _ in started:
+            process.terminate()
+            process.join()
+
+
+def _child(plan: Plan, pipe: Connection) -> None:
+    def ready() -> float:
+        pipe.send(None)
+        return float(pipe.recv())
+
+    try:
+        pipe.send(on_loop(part_of(plan, ready=ready)))
+    except Exception as error:  # noqa: BLE001 -- the parent raises it
+        pipe.send(error)
+
+
+def _received(pipe: Connection) -> Any:
+    found = pipe.recv()
+    if isinstance(found, Exception):
+        raise found
+    return found
+
+
+def _facts(plan: Plan, parts: Sequence[Part]) -> Facts:
+    load = plan.load
+    closed = isinstance(load, Closed)
+    mean_gap_s = None if isinstance(load, Closed) else load.mean_gap_s
+    return Facts(
+        version=_version(),
+        label=plan.label,
+        target=Target(
+            url=plan.url,
+            model=plan.bodies.model,
+            endpoint=plan.bodies.endpoint,
+            stream=plan.stream,
+            server=plan.server,
+        ),
+        schedule=_schedule(plan, parts),
+        workload=_workload(plan, parts),
+        began_at=min(part.began_at for part in parts),
+        interval_s=1.0 if isinstance(load, Closed) else interval_s(load.seconds),
+        lag_limit_s=None if closed else plan.lag_limit.of(mean_gap_s),
+        objectives=plan.objectives,
+        confidence=plan.confidence,
+        reference=plan.answers.source if plan.answers else None,
+        connections=sum(part.connections for part in parts),
+        shards=[_shard(plan, number, len(parts), part) for number, part in enumerate(parts)],
+        settings=plan.settings,
+    )
+
+
+def _schedule(plan: Plan, parts: Sequence[Part]) -> Schedule:
+    load = plan.load
+    if isinstance(load, Closed):
+        requests = sum(len(part.seen) for part in parts)
+        seconds = load.seconds or max((seen.ended for part in parts for seen in part.seen), default=0.0)
+        text = f"{load.clients} clients that wait for each answer"
+        return Schedule(kind="closed", text=text, requests=requests, duration_s=seconds, concurrency=load.clients)
+    gap = load.mean_gap_s
+    return Schedule(
+        kind=load.kind,
+        text=load.text,
+        requests=len(load.times),
+        duration_s=load.seconds,
+        rate=load.rate,
+        mean_gap_ms=None if gap is None else gap * 1e3,
+    )
+
+
+def _workload(plan: Plan, parts: Sequence[Part]) -> Workload:
+    asked = [seen.prompt_tokens for part in parts for seen in part.seen if seen.prompt_tokens is not None]
+    given = [seen.output_tokens for part in parts for seen in part.seen if seen.outcome in ("ok", "wrong")]
+    return Workload(
+        kind=plan.source.kind,
+        text=plan.source.text,
+        prompt_tokens_mean=sum(asked) / len(asked) if asked else None,
+        output_tokens_mean=sum(given) / len(given) if given else None,
+    )
+
+
+def _shard(plan: Plan, number: int, parts: int, part: Part) -> Shard:
+    index, of = plan.shard
+    lag = latency_of(seen.lag_s for seen in part.seen)
+    return Shard(
+        index=index + of * number,
+        of=of * parts,
+        requests=len(part.seen),
+        lag_p99_ms=lag.p99_ms if lag else 0.0,
+        started_at=part.started_at,
+        late_start_s=part.late_start_s,
+    )
+
+
+def _version() -> str:
+    try:
+        return version("expertmesh")
+    except PackageNotFoundError:
+        return "unknown"

@@ -1,0 +1,58 @@
+"""What ends the load generator's command, each with a hint and an exit code.
+
+0   all is well
+1   wrong answers, or an objective missed
+2   the command cannot be done as it was given
+3   the run is invalid: its figures say nothing of the server
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from services.errors import ExpertMeshError
+
+OK, MISSED, USAGE, INVALID = range(4)
+
+
+class LoadError(ExpertMeshError):
+    """A run cannot begin, or a file cannot be used."""
+
+    code = "load_error"
+    exit_code: ClassVar[int] = USAGE
+
+
+class BadSetting(LoadError):
+    """An option is malformed, or contradicts another."""
+
+    code = "bad_setting"
+
+
+class FileUnusable(LoadError):
+    """A trace, a workload or a recording is missing or has another form."""
+
+    code = "file_unusable"
+
+
+class ResultsUnreadable(LoadError):
+    """A results file is missing or has another form."""
+
+    code = "results_unreadable"
+
+
+class NotMergeable(LoadError):
+    """Results files are not parts of one run."""
+
+    code = "not_mergeable"
+
+
+class ServerUnusable(LoadError):
+    """The server is not there, or does not answer as an OpenAI-compatible one does."""
+
+    code = "server_unusable"
+
+
+class PackageMissing(LoadError):
+    """The extra ``load`` is not installed."""
+
+    code = "package_missing"

@@ -1,0 +1,1 @@
+"""Servers and runs for tests of the load generator."""
