@@ -6,17 +6,17 @@ import asyncio
 import contextlib
 import itertools
 import random
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import httpx
 import yaml
 from testkit.processes.background import ended
 
 from loadgen.client import stream_completion
+from loadgen.connections import Broken, Session, TimedOut
 from services.gateway.auth import digest
 
 _PAUSE_S = 0.5
@@ -53,8 +53,7 @@ class Tenant:
             prompt = [rng.choice(tokens)] * length if few else rng.choices(tokens, k=length)
             return self._body(prompt, rng.randint(*output_tokens), f"{self.seed}-{next(count)}")
 
-        connector = aiohttp.TCPConnector(limit=0)
-        async with aiohttp.ClientSession(connector=connector, headers=self._headers) as session:
+        async with Session() as session:
             clients = [asyncio.create_task(self._client(session, body)) for _ in range(streams)]
             try:
                 yield
@@ -74,10 +73,10 @@ class Tenant:
         asked = {"model": self.model, "prompt": prompt, "max_tokens": output_tokens, "temperature": 0}
         return asked | {"ignore_eos": True, "cache_salt": salt}
 
-    async def _client(self, session: aiohttp.ClientSession, body: Any) -> None:
+    async def _client(self, session: Session, body: Callable[[], dict[str, Any]]) -> None:
         while True:
-            with contextlib.suppress(aiohttp.ClientError, TimeoutError):
-                result = await stream_completion(session, self.url, body())
+            with contextlib.suppress(Broken, TimedOut):
+                result = await stream_completion(session, self.url, body(), headers=self._headers)
                 if result.status == 200:
                     continue
             await asyncio.sleep(_PAUSE_S)

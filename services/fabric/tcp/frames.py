@@ -71,8 +71,7 @@ class Dispatch(Message, frozen=True, kw_only=True):
 
     A ``reduced`` answer has one row per row, the weighted sum over its slots; otherwise it has one unweighted row per
     pair, row by row and slot by slot. ``epoch``, ``step``, ``layer`` and ``micro_batch`` only name the call, which may
-    be computed again without harm. ``trace`` is the context of the exchange's span, if the step is traced
-    (:meth:`services.runtime.tracing.TraceContext.packed`); a release that knows no such field skips it.
+    be computed again without harm.
     """
 
     call: int
@@ -84,6 +83,12 @@ class Dispatch(Message, frozen=True, kw_only=True):
     slots: int
     reduced: bool
     lane: bool = False
+
+
+class TracedDispatch(Dispatch, frozen=True, kw_only=True):
+    """A call of a step that is traced: ``trace`` is the context of the exchange's span
+    (:meth:`services.runtime.tracing.TraceContext.packed`). A release that knows no such field skips it."""
+
     trace: bytes = b""
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from services.fabric.tcp.frames import Dispatch
+from services.fabric.tcp.frames import TracedDispatch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -28,7 +28,7 @@ class Call:
     ids_RK: Tensor
     weights_RK: Tensor
     answer: Callable[[Tensor | Exception], None]
-    traced: Dispatch | None = None
+    traced: TracedDispatch | None = None
     came_ns: int = 0
 
     @property

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from services.fabric.row_counts import CountedLink, ExpertRows
 from services.fabric.tcp.connect import Facts
 from services.fabric.tcp.connection import SeatLink
 from services.fabric.tcp.extension import ClientExtension
-from services.fabric.tcp.frames import DTYPES, Dispatch
+from services.fabric.tcp.frames import DTYPES, Dispatch, TracedDispatch
 from services.fabric.tcp.handshake import check_facts
 from services.fabric.tcp.peer import deadline_in
 from services.fabric.tcp.replicas import Part, Seats
@@ -154,9 +155,10 @@ class TcpLink(CountedLink):
             row_bytes = self._row_bytes(ids_TK.shape[1])
             max_rows = max(1, min(self._seats.max_rows(row_bytes), self._facts.max_bytes // row_bytes))
             number, epoch = next(self._micro_batches), self._table.epoch
+            make = partial(TracedDispatch, trace=self._trace) if self._trace else Dispatch
             parts = []
             for rows in split(x_TD, ids_TK, host_weights_TK, self._table.group_of[layer], max_rows):
-                dispatch = Dispatch(
+                dispatch = make(
                     call=0,
                     epoch=epoch,
                     step=self._step,
@@ -165,7 +167,6 @@ class TcpLink(CountedLink):
                     rows=len(rows.index_R),
                     slots=ids_TK.shape[1],
                     reduced=self._reduced,
-                    trace=self._trace,
                 )
                 parts.append(Part(rows, dispatch))
                 self._seats.update(parts[-1])

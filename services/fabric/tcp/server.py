@@ -32,6 +32,7 @@ from services.fabric.tcp.frames import (
     Frame,
     Kind,
     Limits,
+    TracedDispatch,
     message_of,
     unpack_dispatch,
 )
@@ -219,7 +220,7 @@ class ExpertServer:
             raise WireError(f"{peer.name} sent {frame.kind.name}, which expert workers do not accept.")
 
     def _dispatch(self, peer: Peer, frame: Frame) -> None:
-        facts = message_of(frame, Dispatch)
+        facts = message_of(frame, TracedDispatch)
         hidden, dtype = self._hello.hidden, DTYPES[self._hello.dtype]
         came_RD = peer.receive_rows(facts.rows, hidden, dtype) if facts.lane else None
         x_RD, ids_RK, weights_RK = unpack_dispatch(frame, facts, hidden, dtype, came_RD)

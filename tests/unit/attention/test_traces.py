@@ -30,7 +30,7 @@ class Batch:
         limits = BatchLimits(
             max_num_seqs=4, max_num_batched_tokens=budget, max_model_len=512, vocab_size=9, eos_token_ids=()
         )
-        self.batch = BatchManager(limits, BlockPool(blocks, 4), lambda: 0, self.traces)
+        self.batch = BatchManager(limits, BlockPool(blocks, 4), lambda: 0, traces=self.traces)
 
     def clock(self) -> int:
         self.now += 1

@@ -7,7 +7,7 @@ import torch
 from testkit.spans import Spans
 
 from services.experts.traces import ExpertTraces
-from services.fabric.tcp.frames import Answer, Dispatch, decoded
+from services.fabric.tcp.frames import Answer, TracedDispatch, decoded
 from services.fabric.tcp.inbox import Call
 from services.routing import ShardGroup
 from services.runtime.tracing import TraceContext
@@ -17,7 +17,7 @@ EXCHANGE = TraceContext(11, 22)
 
 
 def call(layer: int, context: bytes = EXCHANGE.packed(), *, rows: int = 2, came_ns: int = 100) -> Call:
-    facts = Dispatch(
+    facts = TracedDispatch(
         call=1, epoch=1, step=5, layer=layer, micro_batch=0, rows=rows, slots=1, reduced=True, trace=context
     )
     tensors = torch.zeros(rows, 4), torch.zeros(rows, 1, dtype=torch.int32), torch.ones(rows, 1)
@@ -76,7 +76,7 @@ def test_a_context_goes_behind_all_that_older_releases_read() -> None:
     sent = msgspec.msgpack.decode(msgspec.msgpack.encode(call(0).traced))
     assert sent[-1] == EXCHANGE.packed()
     older = msgspec.msgpack.encode(sent[:-1])
-    assert decoded(older, Dispatch, "a call").trace == b"", "calls of releases without traces"
+    assert decoded(older, TracedDispatch, "a call").trace == b"", "calls of releases without traces"
     answer = Answer(call=1, rows=1, dtype="float32")
     longer = [*msgspec.msgpack.decode(msgspec.msgpack.encode(answer)), "a later field"]
     assert decoded(msgspec.msgpack.encode(longer), Answer, "an answer") == answer, (
