@@ -37,6 +37,8 @@ SLOW = "experts-3"
 CALM_S = 45.0
 """Between two faults, at least: alerts of the one before have ended."""
 CALM_LIMIT_S = 300.0
+COUNTED_S = 2.5
+"""After an answer, until expert workers' pages have its rows."""
 _LOOK_S = 1.0
 _SITE = """
 import os, sys
@@ -171,12 +173,13 @@ async def shard_slow(night: Night) -> AsyncIterator[None]:
         night.rows.take(0.0)
 
 
-def hot_tokens(night: Night, tried: int = 60, kept: int = 4) -> list[int]:
+def hot_tokens(night: Night, tried: int = 30, kept: int = 4) -> list[int]:
     """Tokens whose repetition sends the largest share of rows to one shard group: always the same group."""
     shares: dict[int, dict[str, float]] = {}
     for token in range(20, 20 + tried * 7, 7):
         before = night.rows_by_shard()
         night.flood.send_once([token] * 200, 1)
+        time.sleep(COUNTED_S)
         gained = {name: rows - before[name] for name, rows in night.rows_by_shard().items()}
         total = sum(gained.values()) or 1.0
         shares[token] = {name: rows / total for name, rows in gained.items()}

@@ -51,6 +51,7 @@ EVENTS = {
     "unreadable_messages_total",
     "experts_unreadable_messages_total",
     "refused_peers_total",
+    "request_errors_total",
     "experts_refused_peers_total",
     "step_failures_total",
     "repartitions_total",
