@@ -118,7 +118,10 @@ class Asking:
         Raises:
             Broken, TimedOut: it did not end; ``result`` has what came.
         """
-        await self._exchange.end()
+        try:
+            await self._exchange.end()
+        finally:
+            self._on_progress = None  # which may know this request: a cycle
         result = self.result
         if result.status != 200:
             result.error = self._pending.decode(errors="replace")[:_MAX_ERROR_CHARACTERS] or f"HTTP {result.status}"
