@@ -30,6 +30,7 @@ from loadgen.workload.bodies import Bodies
 from loadgen.workload.synthetic import Agents, Chat, Singles
 from loadgen.workload.words import Lengths, Prompts
 
+
 @pytest.fixture
 def no_collection() -> Iterator[None]:
     gc.collect()
@@ -169,9 +170,8 @@ async def test_a_server_that_answers_otherwise_is_found_out(tmp_path: Path) -> N
     ],
     ids=["answered", "left", "broken", "late"],
 )
-async def test_requests_that_have_ended_leave_nothing_behind(
-    behaviour: Behaviour, changes: dict[str, object], no_collection: None
-) -> None:
+@pytest.mark.usefixtures("no_collection")
+async def test_requests_that_have_ended_leave_nothing_behind(behaviour: Behaviour, changes: dict[str, object]) -> None:
     """The collector is off while a run goes on: what is in a cycle stays in memory until its end."""
     await run(behaviour, **changes)
     assert not [each for each in gc.get_objects() if isinstance(each, Asking | Exchange)]
