@@ -241,6 +241,8 @@ def _child(plan: Plan, pipe: Connection) -> None:
 
     try:
         pipe.send(on_loop(part_of(plan, ready=ready)))
+    except KeyboardInterrupt:  # the parent has it, too
+        return
     except Exception as error:  # noqa: BLE001 -- the parent raises it
         pipe.send(error)
 
