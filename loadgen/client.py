@@ -60,6 +60,8 @@ class _Usage(msgspec.Struct):
 class _Message(msgspec.Struct):
     content: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
+    """What vLLM calls reasoning_content since 0.11."""
     tool_calls: list[Any] | None = None
 
 
@@ -118,7 +120,10 @@ class Asking:
         Raises:
             Broken, TimedOut: it did not end; ``result`` has what came.
         """
-        await self._exchange.end()
+        try:
+            await self._exchange.end()
+        finally:
+            self._on_progress = None  # which may know this request: a cycle
         result = self.result
         if result.status != 200:
             result.error = self._pending.decode(errors="replace")[:_MAX_ERROR_CHARACTERS] or f"HTTP {result.status}"
@@ -153,10 +158,11 @@ class Asking:
         now = time.perf_counter()
         *events, self._pending = (self._pending + data).replace(b"\r", b"").split(b"\n\n")
         for event in events:
-            if event == b"data: [DONE]":
+            found = _data_of(event)
+            if found == b"[DONE]":
                 self.result.done = True
-            elif event.startswith(b"data:"):
-                self._take(event[5:], now)
+            elif found is not None:
+                self._take(found, now)
         if self._on_progress is not None:
             self._on_progress(self.result)
 
@@ -178,16 +184,24 @@ class Asking:
                 result.chunk_times.append(now)
 
 
+def _data_of(event: bytes) -> bytes | None:
+    """Returns the data of a server-sent event; None of a comment. Other fields may come before it."""
+    if not event.startswith(b"data:"):
+        event = event[event.find(b"\ndata:") + 1 :]
+    return event[5:].strip() if event.startswith(b"data:") else None
+
+
 def _add(result: StreamResult, choice: _Choice) -> bool:
     """Returns whether ``choice`` brings something: the first chunk of a chat may name the role alone."""
     message = choice.delta or choice.message
+    thought = (message.reasoning_content or message.reasoning or "") if message else ""
     if message is not None:
-        result.text += (message.reasoning_content or "") + (message.content or "")
+        result.text += thought + (message.content or "")
         result.tool_calls += message.tool_calls or ()
     result.text += choice.text or ""
     result.token_ids += choice.token_ids or ()
     result.finish_reason = choice.finish_reason or result.finish_reason
-    said = message is None or message.content or message.reasoning_content or message.tool_calls
+    said = message is None or message.content or thought or message.tool_calls
     return bool(said or choice.token_ids or choice.finish_reason)
 
 

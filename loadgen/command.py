@@ -40,7 +40,7 @@ COMMANDS: Mapping[str, Command] = {
 
 def _usage() -> str:
     lines = [f"  {name:8} {command.about}" for name, command in COMMANDS.items()]
-    codes = "0 all is well, 1 wrong answers or an objective missed, 2 usage, 3 the run is invalid"
+    codes = "0 all is well, 1 wrong answers, failed requests or an objective missed, 2 usage, 3 the run is invalid"
     return "\n".join(
         [
             "usage: expertmesh-load COMMAND ...",
@@ -68,5 +68,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ExpertMeshError as error:
         print(error, file=sys.stderr)
         return int(getattr(error, "exit_code", USAGE))
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print(f"{error.filename}: {error.strerror}.", file=sys.stderr)
+        return USAGE
     except KeyboardInterrupt:
         return _INTERRUPTED

@@ -50,6 +50,9 @@ class Origin:
         return Origin(parts.hostname, port, secure, parts.path.rstrip("/"), parts.netloc.rpartition("@")[2])
 
 
+def _nothing(_: object) -> None: ...
+
+
 @dataclass(slots=True, eq=False)
 class Exchange:
     """A request and its answer. ``on_data`` gets each piece of the body when it comes. Times are by
@@ -71,6 +74,7 @@ class Exchange:
 
     def finish(self, error: Exception | None = None) -> None:
         self.connection = None
+        self.on_head, self.on_data = _nothing, _nothing  # those who asked know this exchange: a cycle
         for timer in self.timers:
             timer.cancel()
         if self.ended.done():
@@ -140,11 +144,11 @@ class _Connection(asyncio.Protocol):
             self._transport.close()
 
     def data_received(self, data: bytes) -> None:
-        self._session.between()
         exchange = self._exchange
         if exchange is None:
             self.drop()  # bytes that nobody asked for
             return
+        self._session.between()
         exchange.heard = time.perf_counter()
         try:
             self._parser.feed_data(data)
@@ -281,7 +285,9 @@ class Session:
 
     async def _connect(self, exchange: Exchange) -> None:
         origin = exchange.origin
-        tls = (self._tls or ssl.create_default_context()) if origin.secure else None
+        if origin.secure and self._tls is None:
+            self._tls = ssl.create_default_context()  # once: it reads all certificates of the machine
+        tls = self._tls if origin.secure else None
         try:
             async with asyncio.timeout(self._connect_s):
                 _, connection = await self._loop.create_connection(

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from loadgen.answers import line_of
 from loadgen.client import StreamResult
 from loadgen.connections import Session
+from loadgen.errors import ProcessLost
 from loadgen.histograms import latency_of
 from loadgen.plan import Closed, Plan
 from loadgen.results import Run, Schedule, Shard, Target, Workload
@@ -148,8 +149,8 @@ async def part_of(
         saturated = await _run(plan, runner, began, report)
         timers.close()
         if plan.record_to is not None:
-            with plan.record_to.open("ab") as file:
-                file.writelines(lines)
+            with plan.record_to.open("ab", buffering=0) as file:  # of other processes, too: in one piece
+                file.write(b"".join(lines))
         return Part(
             seen=runner.seen,
             began_at=began_at,
@@ -240,12 +241,17 @@ def _child(plan: Plan, pipe: Connection) -> None:
 
     try:
         pipe.send(on_loop(part_of(plan, ready=ready)))
+    except KeyboardInterrupt:  # the parent has it, too
+        return
     except Exception as error:  # noqa: BLE001 -- the parent raises it
         pipe.send(error)
 
 
 def _received(pipe: Connection) -> Any:
-    found = pipe.recv()
+    try:
+        found = pipe.recv()
+    except EOFError as error:
+        raise ProcessLost("A process of the load generator was killed.", hint="Had it memory enough?") from error
     if isinstance(found, Exception):
         raise found
     return found
@@ -268,7 +274,7 @@ def _facts(plan: Plan, parts: Sequence[Part]) -> Facts:
         schedule=_schedule(plan, parts),
         workload=_workload(plan, parts),
         began_at=min(part.began_at for part in parts),
-        interval_s=1.0 if isinstance(load, Closed) else interval_s(load.seconds),
+        interval_s=interval_s(load.seconds or 0.0),
         lag_limit_s=None if closed else plan.lag_limit.of(mean_gap_s),
         objectives=plan.objectives,
         confidence=plan.confidence,

@@ -12,12 +12,12 @@ def environment() -> dict[str, Any]:
     """Returns names and values for people. CPUs are those that this process may use."""
     load = os.getloadavg()[0]
     return {
-        "cpus": len(os.sched_getaffinity(0)),
+        "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "load_average_1m": round(load, 2),
         "machine": platform.machine(),
         "kernel": platform.release(),
         "python": platform.python_version(),
-        **{name: found for name in ("expertmesh", "aiohttp") if (found := _version(name))},
+        **{name: found for name in ("expertmesh", "httptools", "uvloop") if (found := _version(name))},
     }
 
 

@@ -1,7 +1,7 @@
 """What ends the load generator's command, each with a hint and an exit code.
 
 0   all is well
-1   wrong answers, or an objective missed
+1   wrong answers, failed requests, or an objective missed
 2   the command cannot be done as it was given
 3   the run is invalid: its figures say nothing of the server
 """
@@ -50,6 +50,12 @@ class ServerUnusable(LoadError):
     """The server is not there, or does not answer as an OpenAI-compatible one does."""
 
     code = "server_unusable"
+
+
+class ProcessLost(LoadError):
+    """One of the processes that share a load ended before it."""
+
+    code = "process_lost"
 
 
 class PackageMissing(LoadError):

@@ -22,6 +22,7 @@ from loadgen.results import (
     Objective,
     Rates,
     Run,
+    Schedule,
     Workload,
 )
 from loadgen.validity import judged
@@ -46,6 +47,7 @@ def merge(runs: Sequence[Run]) -> Run:
     limit_s = None if limit_ms is None else limit_ms / 1e3
     return msgspec.structs.replace(
         first,
+        schedule=_schedule(runs),
         workload=_workload(runs),
         duration_s=max(run.duration_s for run in runs),
         validity=judged(latency.get("lag"), limit_s, counts.scheduled, counts.ok + counts.wrong),
@@ -115,6 +117,15 @@ def _rates(runs: Sequence[Run]) -> Rates:
         prompt_tokens=total(lambda rates: rates.prompt_tokens),
         goodput=total(lambda rates: rates.goodput),
     )
+
+
+def _schedule(runs: Sequence[Run]) -> Schedule:
+    """That of all, which all have; but of a closed loop each shard knows what its own clients sent."""
+    first = runs[0].schedule
+    if first.kind != "closed":
+        return first
+    requests, seconds = (run.schedule.requests for run in runs), (run.schedule.duration_s for run in runs)
+    return msgspec.structs.replace(first, requests=sum(requests), duration_s=max(seconds))
 
 
 def _workload(runs: Sequence[Run]) -> Workload:

@@ -65,6 +65,8 @@ def _found(url: str, model: str | None, key: str | None, ca: Path | None) -> Ser
     except httpx.HTTPStatusError as error:
         hint = "Set OPENAI_API_KEY or --api-key-file." if error.response.status_code in (401, 403) else None
         raise ServerUnusable(f"{url}/v1/models answers {error.response.status_code}.", hint=hint) from error
+    except httpx.TransportError as error:
+        raise ServerUnusable(f"{url} does not answer: {str(error).rstrip('.')}.", hint="Is it up?") from error
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
         raise ServerUnusable(
             f"{url}/v1/models does not answer as an OpenAI-compatible server does: {error}.",

@@ -228,11 +228,13 @@ class Runner:
             seen.outcome, seen.error = _judged(result)
         except TimedOut as error:
             seen.outcome, seen.error = "timeout", ("timeout", str(error))
+            error.__traceback__ = None  # its frames know the exchange, which knows it: a cycle
         except Broken as error:
             left = request.after is not None and asking.left
             broken = not left
             seen.outcome = "disconnected" if left else "failed"
             seen.error = None if left else ("connection", str(error))
+            error.__traceback__ = None
         finally:
             self.in_flight -= 1
         seen.ended = self._now()

@@ -76,6 +76,13 @@ def share(text: str) -> float:
     return found
 
 
+def confidence(text: str) -> float:
+    """Returns a share that is neither nothing nor all: an interval that is surely right has no ends."""
+    if not 0 < (found := share(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no confidence: write 0.95 or 95%")
+    return found
+
+
 def shard(text: str) -> tuple[int, int]:
     """Returns number and count: ``0/4``."""
     index, _, of = text.partition("/")
@@ -210,7 +217,7 @@ def add_judgement(parser: Parser) -> None:
     add = group.add_argument
     objective = "METRIC:pN<TIME of ttft, itl, tpot, e2e, service: ttft:p99<500ms; may be repeated"
     add("--slo", type=typed(parse_objective), action="append", default=[], metavar="OBJECTIVE", help=objective)
-    add("--confidence", type=share, default=0.95, help="of intervals (default: %(default)s)")
+    add("--confidence", type=confidence, default=0.95, help="of intervals (default: %(default)s)")
     limit = "of the send lag's 99th percentile: a share of the mean gap, or a time (default: %(default)s)"
     add("--lag-limit", type=typed(parse_lag_limit), default="5%", metavar="LIMIT", help=limit)
     add("--check", metavar="FILE", help="answers to compare with, or `serial`: those of a run one by one before")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import ssl
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -161,8 +162,8 @@ def key_of(options: argparse.Namespace) -> str | None:
         return os.environ.get(_KEY) or None
     try:
         return str(options.api_key_file.expanduser().read_text(encoding="utf-8")).strip()
-    except OSError as error:
-        raise FileUnusable(f"Cannot read the key {options.api_key_file}: {error.strerror}.") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise FileUnusable(f"Cannot read the key {options.api_key_file}: {error}.") from error
 
 
 def common_of(options: argparse.Namespace) -> dict[str, object]:
@@ -197,6 +198,7 @@ def plan_of(
         LoadError: an option, a file or the server cannot be used.
     """
     url, key = options.url.rstrip("/").removesuffix("/v1"), key_of(options)
+    _check_certificates(options.ca_file)
     endpoint = endpoint_of(options)
     tenants = read_tenants(options.tenants) if options.tenants else ()
     asking = next((tenant.key for tenant in tenants if tenant.key), key)
@@ -228,6 +230,13 @@ def plan_of(
     )
     warm_up(plan, options.warm_up)
     return replace(plan, answers=_answers(options, plan))
+
+
+def _check_certificates(path: Path | None) -> None:
+    try:
+        ssl.create_default_context(cafile=path)
+    except OSError as error:
+        raise FileUnusable(f"{path} has no certificates: {error.strerror or error}.") from error
 
 
 def _tools(options: argparse.Namespace, url: str, server: Server, key: str | None, endpoint: Endpoint) -> bool:

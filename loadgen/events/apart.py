@@ -6,6 +6,7 @@ import asyncio
 import multiprocessing
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from types import TracebackType
@@ -46,8 +47,10 @@ class Apart:
     ) -> None:
         if self._process is None or self._pipe is None:
             return
-        self._pipe.send(None)
-        found = self._pipe.recv()
+        found: Exception | list[Event] = []
+        with suppress(*(() if kind is None else (EOFError, OSError))):  # interrupted, as the load was
+            self._pipe.send(None)
+            found = self._pipe.recv()
         self._process.join()
         if isinstance(found, Exception):
             raise found
@@ -58,7 +61,7 @@ def _child(events: Sequence[Planned], host: Host, pipe: Connection) -> None:
     try:
         pipe.send(None)
         pipe.send(asyncio.run(_follow(events, host, pipe)))
-    except EOFError:  # the one that sends has died
+    except (EOFError, KeyboardInterrupt):  # the one that sends has died, or both were interrupted
         return
     except Exception as error:  # noqa: BLE001 -- the parent raises it
         pipe.send(error)

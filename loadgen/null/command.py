@@ -10,6 +10,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from functools import partial
 
+from loadgen.errors import BadSetting
 from loadgen.null.behaviour import Behaviour, Faults, parse_stall
 from loadgen.null.server import serve
 
@@ -99,6 +100,8 @@ def main(argv: Sequence[str]) -> int:
         process.start()
     try:
         _serve(options, say=True)
+    except OSError as error:
+        raise BadSetting(f"Cannot listen at {options.host}, port {options.port}: {error.strerror or error}.") from error
     finally:
         for process in more:
             process.terminate()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -82,6 +83,10 @@ def test_exit_codes_say_what_is_wrong(url: str, capsys: pytest.CaptureFixture[st
         (("--rate", "5", "--requests", "2", "--shard", "0/2"), "--start-at"),
         (("--rate", "5", "--requests", "2", "--slo", "fast"), "no objective"),
         (("--rate", "5", "--requests", "2", "--check", "none"), "Cannot read the answers"),
+        (("--rate", "5", "--requests", "2", "--slo", "ttft:p9<1s", "--confidence", "1"), "no confidence"),
+        (("--rate", "5", "--requests", "2", "--out", "/dev/null/run.json"), "Cannot write"),
+        (("--rate", "5", "--requests", "2", "--ca-file", "none.pem"), "no certificates"),
+        (("--rate", "5", "--requests", "2", "--api-key-file", sys.executable), "Cannot read the key"),
         (("--rates", "5"), "--help"),
     ],
 )
@@ -96,6 +101,17 @@ def test_a_server_that_is_not_there_or_refuses_is_named(capsys: pytest.CaptureFi
     with null(Behaviour(faults=Faults(failed=1.0))) as failing:
         assert main(["run", failing, *RUN]) == 2
     assert "does not answer a request (http 500)" in capsys.readouterr().err
+
+
+def test_files_and_ports_that_are_not_to_be_had_are_named(
+    url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["null", "--port", url.rpartition(":")[2]]) == 2
+    assert "Cannot listen" in capsys.readouterr().err
+    out = tmp_path / "run.json"
+    assert main(["run", url, *RUN, "--out", str(out), "--quiet"]) == 0
+    assert main(["report", str(out), "--html", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"{tmp_path}: Is a directory.\n"
 
 
 def test_a_search_and_a_sweep_write_what_they_found(

@@ -17,7 +17,7 @@ from loadgen.histograms import decode, latency_of, percentile_ms, share_within
 from loadgen.merge import merge
 from loadgen.null.behaviour import Behaviour, Stall
 from loadgen.objectives import parse_objective
-from loadgen.results import Run, Search, Shard, Target, read, read_run, write
+from loadgen.results import Run, Schedule, Search, Shard, Target, read, read_run, write
 from loadgen.seen import Seen
 from loadgen.summary import run_of
 from loadgen.workload.conversation import Tenant
@@ -75,6 +75,15 @@ def test_merged_shards_are_the_run_of_one_process(of: int) -> None:
     assert [(each.sent, each.ok, each.output_tokens) for each in found.timeline] == [
         (each.sent, each.ok, each.output_tokens) for each in whole.timeline
     ]
+
+
+def test_shards_of_a_closed_loop_add_their_requests_up() -> None:
+    parts = []
+    for part, requests, seconds in zip(shards(load(), 2), (140, 160), (5.0, 6.0), strict=True):
+        closed = Schedule(kind="closed", text="4 clients", requests=requests, duration_s=seconds, concurrency=4)
+        parts.append(msgspec.structs.replace(part, schedule=closed))
+    found = merge(parts).schedule
+    assert (found.requests, found.duration_s, found.concurrency) == (300, 6.0, 4)
 
 
 def test_what_is_no_whole_run_is_not_merged() -> None:

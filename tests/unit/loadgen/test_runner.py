@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,8 @@ import httpx
 import pytest
 
 from loadgen.answers import Answers, read_answers
+from loadgen.client import Asking
+from loadgen.connections import Exchange
 from loadgen.drive import Part, part_of
 from loadgen.manners import Manners
 from loadgen.null.behaviour import Behaviour, Faults, Stall
@@ -26,6 +29,15 @@ from loadgen.summary import counts_of
 from loadgen.workload.bodies import Bodies
 from loadgen.workload.synthetic import Agents, Chat, Singles
 from loadgen.workload.words import Lengths, Prompts
+
+
+@pytest.fixture
+def no_collection() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
 
 SINGLES = Singles(prompts=Prompts(ids=True), prompt_tokens=Lengths(4, 9), output_tokens=Lengths(1, 9), seed=0)
 
@@ -146,6 +158,23 @@ async def test_a_server_that_answers_otherwise_is_found_out(tmp_path: Path) -> N
     assert (example.differs_at, example.found == example.expected) == (0, False)
     unknown, _ = await run(Behaviour(), answers=Answers(source="none"))
     assert not any(seen.checked for seen in unknown.seen)
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "changes"),
+    [
+        (Behaviour(), {}),
+        (Behaviour(gap_s=0.01), {"manners": Manners(disconnect_share=1.0)}),
+        (Behaviour(faults=Faults(broken=1.0)), {}),
+        (Behaviour(first_s=1.0), {"limits": Limits(total_s=0.05)}),
+    ],
+    ids=["answered", "left", "broken", "late"],
+)
+@pytest.mark.usefixtures("no_collection")
+async def test_requests_that_have_ended_leave_nothing_behind(behaviour: Behaviour, changes: dict[str, object]) -> None:
+    """The collector is off while a run goes on: what is in a cycle stays in memory until its end."""
+    await run(behaviour, **changes)
+    assert not [each for each in gc.get_objects() if isinstance(each, Asking | Exchange)]
 
 
 async def test_what_does_not_come_in_time_is_a_timeout() -> None:

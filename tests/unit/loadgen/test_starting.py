@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import os
+import signal
 import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
+from testkit.waiting import until
 
 from loadgen.cli.options import NOTICE_S, start
 from loadgen.command import main
@@ -139,3 +143,21 @@ def test_passwords_of_urls_are_not_kept(null_server: str, tmp_path: Path) -> Non
     settings = read_run(tmp_path / "run.json").settings
     assert "hush" not in str(settings)
     assert "http://***@host/x" in settings["command"][-3]
+
+
+@pytest.mark.parametrize("more", [("--processes", "2"), ("--event", "60s:run:true")], ids=["processes", "events"])
+def test_who_interrupts_a_load_sees_no_traceback(null_server: str, more: tuple[str, ...], tmp_path: Path) -> None:
+    """Ctrl-C reaches all processes of the terminal."""
+    begun = tmp_path / "begun"
+    words = ["run", null_server, "--rate", "5", "--duration", "90", "--event", f"0:run:touch {begun}", *more]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "expertmesh.load", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.default_int_handler),
+    )
+    until(begun.exists, "the load has begun", limit_s=60, every_s=0.1)
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.communicate(timeout=30)[0] == b""
+    assert process.returncode == 130
