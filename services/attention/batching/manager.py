@@ -39,6 +39,7 @@ class BatchManager:
         limits: BatchLimits,
         pool: BlockPool,
         clock: Callable[[], int],
+        *,
         timer: Callable[[], float] = time.perf_counter,
         traces: SequenceTraces | None = None,
     ) -> None:

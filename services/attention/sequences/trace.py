@@ -129,7 +129,8 @@ class SequenceTraces:
     def ended(self, events: Sequence[TokenEvent]) -> None:
         """Note the ends among ``events``."""
         for event in events if self._open else ():
-            if event.finish is not None:
+            trace = self._open.get(event.request_id)
+            if event.finish is not None and trace is not None and trace.state.request.attempt == event.attempt:
                 self._end(event.request_id, event)
 
     def detailed(self, plan: StepPlan) -> SequenceTrace | None:

@@ -68,7 +68,7 @@ class Harness:
             prefix_cache=self.cache,
         )
         self.pool = BlockPool(self.blocks, self.block_size)
-        self.batch = BatchManager(limits, self.pool, lambda: self.now, lambda: self.seconds)
+        self.batch = BatchManager(limits, self.pool, lambda: self.now, timer=lambda: self.seconds)
         self.slots: dict[int, tuple[int, ...]] = {}  # slot -> the prefix whose last token's KV it holds
 
     def step(self, outcome: Callable[[Piece], Outcome] | None = None) -> StepPlan:

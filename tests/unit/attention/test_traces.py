@@ -109,6 +109,16 @@ def test_a_later_attempt_replaces_the_spans_of_the_earlier_one() -> None:
     assert [span.parent for span in batch.spans.all] == [ATTEMPT] * 3 + [later] * 3
 
 
+def test_the_end_of_an_earlier_attempt_leaves_the_spans_of_the_later_one_open() -> None:
+    batch = Batch()
+    batch.batch.add(traced(ask("a", [1] * 4, 50)))
+    batch.batch.cancel("a", 1)
+    batch.batch.add(traced(ask("a", [1] * 4, 50, attempt=2), TraceContext(1000, 3000)))
+    batch.batch.drain()
+    batch.run()
+    assert [span.name for span in batch.spans.all] == ["batch wait", "batch wait", "prefill", "decode"]
+
+
 def test_the_exchanges_of_a_step_are_in_one_trace_and_traces_take_turns() -> None:
     batch = Batch()
     first, second = TraceContext(1, 1), TraceContext(2, 2)
