@@ -10,7 +10,10 @@ from dataclasses import dataclass
 
 _HEADER = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 _SAMPLED = 0x01
-_MAX_STATE = 512  # characters of tracestate that have to be passed on; longer ones are dropped
+_MAX_STATE, _MAX_MEMBERS = 512, 32
+"""Characters and members of a tracestate that have to be passed on; longer ones are dropped."""
+_KEY = r"[a-z][a-z0-9_\-*/]{0,255}|[a-z0-9][a-z0-9_\-*/]{0,240}@[a-z][a-z0-9_\-*/]{0,13}"
+_MEMBER = re.compile(rf"(?:{_KEY})=[ -+\--<>-~]{{0,255}}[!-+\--<>-~]")
 _TRACE_BYTES, _SPAN_BYTES = 16, 8
 
 
@@ -32,9 +35,7 @@ class TraceContext:
         version, trace, span, flags, more = found.groups()
         if version == "ff" or (version == "00" and more) or not int(trace, 16) or not int(span, 16):
             return None
-        state = tracestate.strip()
-        usable = len(state) <= _MAX_STATE and state.isascii() and state.isprintable()
-        return cls(int(trace, 16), int(span, 16), bool(int(flags, 16) & _SAMPLED), state if usable else "")
+        return cls(int(trace, 16), int(span, 16), bool(int(flags, 16) & _SAMPLED), _usable(tracestate))
 
     @property
     def traceparent(self) -> str:
@@ -54,3 +55,10 @@ class TraceContext:
         """Return the sampled context that ``data`` holds; None where it holds none."""
         trace, span = int.from_bytes(data[:_TRACE_BYTES], "big"), int.from_bytes(data[_TRACE_BYTES:], "big")
         return cls(trace, span) if len(data) == _TRACE_BYTES + _SPAN_BYTES and trace and span else None
+
+
+def _usable(tracestate: str) -> str:
+    """Return ``tracestate``, or "" where it is malformed: OpenTelemetry would log what it cannot read for each span."""
+    members = [member.strip() for member in tracestate.split(",") if member.strip()]
+    fine = len(tracestate) <= _MAX_STATE and len(members) <= _MAX_MEMBERS and all(map(_MEMBER.fullmatch, members))
+    return ",".join(members) if fine else ""

@@ -7,6 +7,7 @@ that other programs read it, too. A process that starts again goes on with its f
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,9 +26,13 @@ MAX_BYTES = 64 << 20
 """Size at which a file becomes that process's former one, which the next then replaces."""
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]")
 
+log = logging.getLogger(__name__)
+
 
 class FolderExporter(SpanExporter):
-    """Appends spans to a file of ``folder`` named after ``process``.
+    """Appends spans to a file of ``folder`` named after ``process``; one that somebody removes is made again.
+
+    Spans that cannot be written are dropped, which is logged once.
 
     Raises:
         ConfigError: the folder cannot be made or written.
@@ -35,8 +40,8 @@ class FolderExporter(SpanExporter):
 
     def __init__(self, folder: Path, process: str, *, max_bytes: int = MAX_BYTES) -> None:
         self._file, self._max_bytes = folder / f"{_UNSAFE.sub('-', process)}{SUFFIX}", max_bytes
+        self._failing = False
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._write(b"\n")  # the process before may have been killed within a line
         except OSError as error:
             raise ConfigError(
@@ -45,9 +50,16 @@ class FolderExporter(SpanExporter):
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         line = json.dumps(request_of(spans), ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
-        if self._file.stat().st_size + len(line) > self._max_bytes:
-            self._file.replace(self._file.with_suffix(f".former{SUFFIX}"))
-        self._write(line)
+        try:
+            if self._file.exists() and self._file.stat().st_size + len(line) > self._max_bytes:
+                self._file.replace(self._file.with_suffix(f".former{SUFFIX}"))
+            self._write(line)
+        except OSError as error:
+            if not self._failing:
+                log.warning("traces cannot be written to %s (%s); they are dropped", self._file, error.strerror)
+            self._failing = True
+            return SpanExportResult.FAILURE
+        self._failing = False
         return SpanExportResult.SUCCESS
 
     def shutdown(self) -> None:
@@ -59,6 +71,7 @@ class FolderExporter(SpanExporter):
 
     def _write(self, line: bytes) -> None:
         """Append ``line`` in one call, so that two processes with one name do not mix theirs."""
+        self._file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         descriptor = os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         try:
             os.write(descriptor, line)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import logging
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -60,6 +61,22 @@ def test_a_malformed_traceparent_is_none(header: str) -> None:
 def test_a_tracestate_that_cannot_be_passed_on_is_dropped() -> None:
     assert TraceContext.parse(PARENT, "a=1," + "b" * 600).state == ""
     assert TraceContext.parse(PARENT, "a=\x00").state == ""
+    assert TraceContext.parse(PARENT, ",".join(f"k{number}=1" for number in range(33))).state == ""
+
+
+@pytest.mark.parametrize("state", ["what a client writes", "A=1", "1a=1", "a=b=c", "a", "a@b@c=1", "a=1,\u00e9=2"])
+def test_opentelemetry_has_nothing_to_say_of_a_malformed_tracestate(
+    state: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    from opentelemetry.trace import TraceState
+
+    TraceState.from_header([state])
+    assert caplog.records, "it would have logged what the client sent"
+    caplog.clear()
+    for kept in (TraceContext.parse(PARENT, state).state, TraceContext.parse(PARENT, " a=1 ,,1t@v= x-y/z ").state):
+        TraceState.from_header([kept])
+    assert kept == "a=1,1t@v= x-y/z"
+    assert caplog.records == []
 
 
 def test_a_context_fits_in_24_bytes() -> None:
@@ -181,6 +198,26 @@ def test_a_file_is_bounded_and_goes_on_behind_a_line_that_was_cut_off(tmp_path: 
     sizes = {file.name: file.stat().st_size for file in tmp_path.glob("*.jsonl")}
     assert set(sizes) == {"gateway.jsonl", "gateway.former.jsonl"}
     assert sizes["gateway.jsonl"] <= 2000
+
+
+def test_a_file_that_somebody_removes_is_made_again(tmp_path: Path) -> None:
+    with tracing(traced_to(tmp_path / "traces"), "gateway") as tracer:
+        shutil.rmtree(tmp_path / "traces")
+        tracer.record("work", TraceContext(1, 2), 1, 2)
+    assert sent(tmp_path / "traces").resource_spans[0].scope_spans[0].spans[0].name == "work"
+
+
+def test_a_file_that_cannot_be_written_is_mentioned_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import ReadableSpan
+    from opentelemetry.trace import SpanContext
+
+    exporter = FolderExporter(tmp_path / "traces", "gateway")
+    shutil.rmtree(tmp_path / "traces")
+    (tmp_path / "traces").write_text("no folder")
+    span = ReadableSpan("work", SpanContext(1, 2, False), resource=Resource({}), start_time=1, end_time=2)
+    assert {exporter.export([span]).name for _ in range(3)} == {"FAILURE"}
+    assert len(caplog.records) == 1
 
 
 def test_environment_variables_of_opentelemetry_count(monkeypatch: pytest.MonkeyPatch) -> None:
