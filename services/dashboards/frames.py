@@ -98,5 +98,6 @@ def segments(frame: Frame, step_s: float) -> list[list[Point]]:
 
 
 def natural(name: str) -> list[tuple[int, str]]:
-    """Return a key by which experts-2 comes before experts-10."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"([0-9]+)", name)]
+    """Return a key by which experts-2 comes before experts-10, whatever digits a name has, and however many."""
+    parts = re.split(r"0*([0-9]+)", name)  # every second one is a number
+    return [(len(part), part) if order % 2 else (-1, part) for order, part in enumerate(parts)]

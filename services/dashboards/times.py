@@ -14,6 +14,7 @@ _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|[smhdwy])")
 _STEPS_S = (1, 2, 5, 10, 15, 20, 30, 60, 120, 300, 600, 900, 1200, 1800, 3600, 7200, 10800, 21600, 43200, 86400)
 """Steps of queries and of time axes. Longer ones are multiples of the last."""
 DEFAULT_SCRAPE_S = 15.0
+_LATEST_S = 253402300799.0  # the end of the year 9999, after which there is no calendar
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,6 +76,8 @@ def between(start: str, end: str, now_s: float) -> Range:
     found = Range(start_s=moment(start, now_s), end_s=moment(end, now_s))
     if found.seconds <= 0:
         raise ConfigError(f"There is no time between {start} and {end}.", hint="--from is before --to.")
+    if not (0 <= found.start_s <= _LATEST_S and 0 <= found.end_s <= _LATEST_S):
+        raise ConfigError(f"{start} to {end} is not within the years 1970 to 9999.", hint="Ask for less, as in -7d.")
     return found
 
 

@@ -40,13 +40,15 @@ def named(text: str, release: str | None = None) -> Target:
     Raises:
         ConfigError: it is neither.
     """
-    read = urlsplit(text if "://" in text else f"http://{text}")
     try:
-        port = read.port
+        read = urlsplit(text if "://" in text else f"http://{text}")
+        known = bool(read.hostname) and read.port is not None and read.scheme == "http"
     except ValueError:
-        port = None
-    if not read.hostname or port is None or read.scheme != "http":
-        raise ConfigError(f"--target {text!r} is no HOST:PORT.", hint="Write it as in 127.0.0.1:8000.")
+        known = False
+    if not known or "@" in read.netloc:  # a password would be in labels, and on pages
+        raise ConfigError(
+            f"--target {text.rpartition('@')[2]!r} is no HOST:PORT.", hint="Write it as in 127.0.0.1:8000."
+        )
     path = read.path.rstrip("/").removesuffix("/v1")
     return Target(address=read.netloc, release=release or read.netloc, path=path or "/metrics")
 

@@ -279,6 +279,7 @@ def test_series_are_named_as_grafana_names_them() -> None:
     assert legend({}, "__auto", False) == "Value"
     assert legend({}, "", False) == "{}"
     assert sorted(["experts-10", "experts-2", "a"], key=natural) == ["a", "experts-2", "experts-10"]
+    assert sorted(["2", "\u00b2", "1" * 5000], key=natural) == ["2", "1" * 5000, "\u00b2"], "what people name"
 
 
 @pytest.mark.parametrize(

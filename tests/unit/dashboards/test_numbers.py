@@ -132,6 +132,9 @@ def test_a_moment_is_relative_or_a_date() -> None:
         moment("yesterday", 0.0)
     with pytest.raises(ConfigError, match="no time between"):
         between("now", "-1h", 0.0)
+    for start, end in (("nan", "now"), ("-99999999y", "now"), ("0", "1e300"), (f"-{'9' * 400}y", "now")):
+        with pytest.raises(ConfigError, match="not within the years"):
+            between(start, end, 10_000.0)
 
 
 def test_a_step_is_nice_and_no_shorter_than_a_scrape() -> None:

@@ -35,9 +35,10 @@ def test_a_target_is_an_address_or_a_page() -> None:
     assert named("127.0.0.1:8000") == Target(address="127.0.0.1:8000", release="127.0.0.1:8000")
     assert named("http://h:1/v1").path == "/metrics"
     assert named("http://h:1/federate").path == "/federate"
-    for wrong in ("localhost", "https://h:1", "h:port", ":80"):
-        with pytest.raises(ConfigError, match=r"no HOST:PORT"):
+    for wrong in ("localhost", "https://h:1", "h:port", ":80", "[::1", "user:secret@h:80"):
+        with pytest.raises(ConfigError, match=r"no HOST:PORT") as refused:
             named(wrong)
+        assert "secret" not in refused.value.message
 
 
 def test_servers_are_found_when_they_start_and_are_gone_when_they_end(tmp_path: Path) -> None:
@@ -146,6 +147,7 @@ async def test_grafana_is_given_the_source_and_the_dashboards(tmp_path: Path, mo
     await program.stop()
     assert environment["GF_PATHS_PROVISIONING"] == str(folder / "provisioning")
     assert environment["GF_SERVER_HTTP_ADDR"] == "127.0.0.1"
+    assert len(environment["GF_SECURITY_ADMIN_PASSWORD"]) > 20, "its own would be admin"
 
 
 async def test_a_port_in_use_is_said_and_nothing_is_left(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
