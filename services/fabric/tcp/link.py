@@ -204,10 +204,7 @@ class TcpLink(CountedLink):
 
     def exchanged_bytes(self) -> dict[tuple[str, str], int]:
         """Return the bytes of all connections by transport and direction."""
-        return {
-            (transport, direction): nbytes
-            for (transport, direction), nbytes in self._facts.byte_counts.totals().items()
-        }
+        return self._facts.byte_counts.totals()
 
     def resent_rows(self) -> dict[str, int]:
         """Return how many rows were sent again to another replica, by reason."""
