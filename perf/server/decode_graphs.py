@@ -220,7 +220,7 @@ class Bench:
         model, kv, layers = engine._model, engine._kv, parts.model.spec.num_layers
         for past, length in product(pasts, lengths):
             inputs = self._with_prompt(decodes, past, length, kv.block_size)
-            eager_us = self._us(lambda inputs=inputs: forward(model, engine._runner._link, kv, (inputs,))) / layers
+            eager_us = self._us(lambda inputs=inputs: forward(model, engine._runner.link, kv, (inputs,))) / layers
             graph_us = -1.0
             if engine._graphs is not None:
                 assert engine._graphs.replayed((inputs,)) is not None
@@ -286,7 +286,7 @@ class Bench:
         layers, size = model.spec.num_layers, kv.block_size
         blocks = -(-(context + 8) // size)
         inputs = self._inputs(count, context, blocks, size)
-        eager_us = self._us(lambda: forward(model, engine._runner._link, kv, (inputs,))) / layers
+        eager_us = self._us(lambda: forward(model, engine._runner.link, kv, (inputs,))) / layers
         graph_us = -1.0
         if engine._graphs is not None:
             assert engine._graphs.replayed((inputs,)) is not None

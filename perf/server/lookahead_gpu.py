@@ -222,7 +222,7 @@ class Gaps:
     def attach(self, engine: Engine[Any]) -> None:
         """Mark that a step begins on the device when the host begins it on its link."""
         stepper: Any = engine._steps
-        link: Any = engine._runner._link
+        link: Any = engine._runner.link
         begin = link.begin_step
 
         def begun(*args: Any) -> None:

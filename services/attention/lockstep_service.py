@@ -59,7 +59,7 @@ class LockstepService(AttentionService):
             link = rank.connect(self._id, progress)
         # Neither overlap, nor graphs, nor lookahead: the ranks must cut their steps alike.
         options = engine_options(settings, served.capacity, lookahead="off")
-        traced = None if self._tracer is None else EngineTracing(self._tracer, None, "lockstep")
+        traced = None if self._tracer is None else EngineTracing(self._tracer, None)
         engine = Engine(model=model, link=link, options=options, clock=self._clock.now_ms, tracing=traced)
         stepped = LockstepEngine(engine, rank)
         return Built(served=served, engine=stepped, link=link, load_s={CHECKPOINT: loaded_s + rank.load_s})

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -87,12 +87,16 @@ class ExpertLink(Protocol[HandleT]):
         ...
 
 
+LOCAL = "local"
+"""What carries rows that stay in the process."""
+
+
 class SynchronousLink:
     """Base class of links whose ``combine`` returns a valid sum or raises: no step is run again, none is captured."""
 
     @property
     def transport(self) -> str:
-        return "local"
+        return LOCAL
 
     def begin_step(self, step: int, rows: Sequence[int]) -> None:
         """Do nothing: such links need no preparation for a step."""
@@ -158,10 +162,6 @@ class RemoteLink(Protocol):
         where rows go in frames; b"" for none."""
         ...
 
-    def resent(self, handle: Any) -> int:
-        """Return how often rows of ``handle``, which is combined, were sent to another replica."""
-        ...
-
     def close(self) -> None:
         """End all connections; a ``combine`` that waits raises ExpertUnavailable."""
         ...
@@ -185,9 +185,11 @@ class TimedLink(Generic[HandleT]):
 
     def __init__(self, link: ExpertLink[HandleT]) -> None:
         self._link = link
-        self._dispatch_s = self._combine_s = 0.0
-        self.waited_s = 0.0
-        """Seconds spent in ``combine`` since the start, by the host's clock."""
+        self.dispatched_s = self.waited_s = 0.0
+        """Seconds spent in ``dispatch`` and in ``combine`` since the start, by the host's clock."""
+        self.exchanges = 0
+        """Calls of ``dispatch`` since the start."""
+        self._noted = 0.0, 0.0
         self.steps: deque[ExchangeTime] = deque(maxlen=KEPT_STEPS)
         """The last steps that had exchanges here, those that run again included; a CUDA graph has its own."""
 
@@ -205,9 +207,10 @@ class TimedLink(Generic[HandleT]):
         return self._link.capture_context(rows)
 
     def finish_step(self) -> bool:
-        if self._dispatch_s:
-            self.steps.append(ExchangeTime(self._link.transport, self._dispatch_s, self._combine_s))
-            self._dispatch_s = self._combine_s = 0.0
+        before, self._noted = self._noted, (self.dispatched_s, self.waited_s)
+        if self.dispatched_s > before[0]:
+            dispatch_s, combine_s = self.dispatched_s - before[0], self.waited_s - before[1]
+            self.steps.append(ExchangeTime(self._link.transport, dispatch_s, combine_s))
         return self._link.finish_step()
 
     def dispatch(self, layer: int, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> HandleT:
@@ -215,13 +218,12 @@ class TimedLink(Generic[HandleT]):
         try:
             return self._link.dispatch(layer, x_TD, expert_ids_TK, weights_TK)
         finally:
-            self._dispatch_s += time.perf_counter() - began
+            self.dispatched_s += time.perf_counter() - began
+            self.exchanges += 1
 
     def combine(self, handle: HandleT) -> Tensor:
         began = time.perf_counter()
         try:
             return self._link.combine(handle)
         finally:
-            seconds = time.perf_counter() - began
-            self.waited_s += seconds
-            self._combine_s += seconds
+            self.waited_s += time.perf_counter() - began

@@ -103,7 +103,6 @@ def build(
         tokens_per_row=spec.hidden_size * (1 + spec.kv_size / spec.q_size),  # of projections over those of attention
         waits_seen=sharing is None,  # with shared memory the device waits, not the host
     )
-    transport = "tcp" if sharing is None else "shared_memory"
     engine = Engine(
         model=model,
         link=link,
@@ -111,7 +110,7 @@ def build(
         clock=clock,
         overlap=overlap,
         capture=CudaCapture(device) if device.type == "cuda" and not settings.enforce_eager else None,
-        tracing=None if tracer is None else EngineTracing(tracer, remote, transport if remote else None),
+        tracing=None if tracer is None else EngineTracing(tracer, remote),
     )
     return Built(served=served, engine=engine, link=link, remote=remote, sharing=sharing, load_s=load_s)
 

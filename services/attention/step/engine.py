@@ -26,11 +26,11 @@ from services.attention.step.overlap import OverlapPolicy
 from services.attention.step.pipeline import Lookahead, StepPipeline
 from services.attention.step.runner import StepRunner
 from services.attention.step.stats import Durations, EngineStats
-from services.attention.step.traced_link import TracedLink
+from services.attention.step.traced_exchanges import TracedExchanges
 from services.attention.step.traced_pipeline import TracedPipeline
 from services.attention.step.warmup import dummy_batches
 from services.errors import InternalError
-from services.fabric.link import ExpertLink, RemoteLink
+from services.fabric.link import LOCAL, ExpertLink, RemoteLink
 from services.messages import GenerateRequest, TokenEvent
 from services.model.dense import DenseModel
 from services.prefix import PrefixScope
@@ -60,12 +60,11 @@ class EngineOptions:
 
 @dataclass(frozen=True, slots=True)
 class EngineTracing:
-    """What an engine traces with. ``transport`` names what rows travel by; None where they do not travel. ``remote`` is
-    the link to experts in other processes, which get the context of traced steps, if it can send that."""
+    """What an engine traces with. ``remote`` is the link to experts in other processes, which get the context of traced
+    steps; None where there are none, or no room for it."""
 
     tracer: Tracer
     remote: RemoteLink | None
-    transport: str | None
 
 
 class Engine(Generic[HandleT]):
@@ -132,14 +131,13 @@ class Engine(Generic[HandleT]):
         self._batch = BatchManager(self._limits, self._pool, self._clock, traces=traces)
         if self._graphs is not None:
             self._graphs.steps = 0
-        link, exchange = self._link, None
-        if (tracing := self._tracing) is not None and tracing.transport is not None:
-            link = exchange = TracedLink(self._link, tracing.remote, tracing.transport)
-        self._runner = StepRunner(self._model, link, self._kv, graphs=self._graphs, overlap=self._overlap)
+        self._runner = StepRunner(self._model, self._link, self._kv, graphs=self._graphs, overlap=self._overlap)
         parts = self._batch, self._inputs, self._runner, self._sampler
-        if tracing is None or traces is None:
+        if (tracing := self._tracing) is None or traces is None:
             self._steps = StepPipeline(*parts, lookahead=self._lookahead)
         else:
+            travels = self._link.transport != LOCAL
+            exchange = TracedExchanges(self._runner.link, tracing.remote) if travels else None
             self._steps = TracedPipeline(
                 *parts, lookahead=self._lookahead, tracer=tracing.tracer, traces=traces, exchange=exchange
             )

@@ -57,18 +57,18 @@ class StepRunner(Generic[HandleT]):
         overlap: OverlapPolicy,
     ) -> None:
         self.model, self.kv, self.overlap = model, kv, overlap
-        self._link, self._graphs = TimedLink(link), graphs
+        self.link, self._graphs = TimedLink(link), graphs
         self._eager_steps = 0
         """Steps in a row that suited a graph and ran without one."""
 
     @property
     def waited_s(self) -> float:
         """Seconds that the host has waited for experts since the start."""
-        return self._link.waited_s
+        return self.link.waited_s
 
     def take_exchanges(self) -> list[ExchangeTime]:
         """Return the times of steps' exchanges since the last call."""
-        steps = self._link.steps
+        steps = self.link.steps
         return [steps.popleft() for _ in range(len(steps))]
 
     def run(self, inputs: StepInputs, number: int) -> StepOutput:
@@ -87,14 +87,14 @@ class StepRunner(Generic[HandleT]):
         whole = fits and not self.overlap.insists and self._eager_steps % PROBE_STEPS == 0
         sizes = inputs.sizes if self.overlap.active and not whole else ()
         micro_batches = split(inputs, self.overlap.cut(sizes))
-        self._link.begin_step(number, [len(part.token_ids_T) for part in micro_batches])
+        self.link.begin_step(number, [len(part.token_ids_T) for part in micro_batches])
         try:
             x_TD = self._graphs.replayed(micro_batches) if self._graphs and fits else None
             replayed = x_TD is not None
             if x_TD is None:
-                x_TD = forward(self.model, self._link, self.kv, micro_batches)
+                x_TD = forward(self.model, self.link, self.kv, micro_batches)
         except BaseException:
-            self._link.finish_step()
+            self.link.finish_step()
             raise
         if fits:
             self._eager_steps = 0 if replayed else self._eager_steps + 1
@@ -102,7 +102,7 @@ class StepRunner(Generic[HandleT]):
 
     def finish(self) -> bool:
         """Wait for the step's exchanges. Returns whether the result is valid; if not, the step has to run again."""
-        valid = self._link.finish_step()
+        valid = self.link.finish_step()
         if valid and self._graphs:
             self._graphs.capture_missing()
         return valid

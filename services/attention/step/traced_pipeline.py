@@ -25,7 +25,7 @@ from services.attention.step.flatten import Flattener
 from services.attention.step.in_flight import InFlightStep, LastHidden
 from services.attention.step.pipeline import Lookahead, StepPipeline
 from services.attention.step.runner import StepOutput, StepRunner
-from services.attention.step.traced_link import TracedLink
+from services.attention.step.traced_exchanges import TracedExchanges
 from services.runtime.tracing import Attributes, Span, Tracer
 
 THREAD = "thread.name"
@@ -89,7 +89,7 @@ class TimedMark:
 
 
 class TracedPipeline(StepPipeline):
-    """The pipeline of an engine whose process has a ``tracer``; ``exchange`` is the runner's link."""
+    """The pipeline of an engine whose process has a ``tracer``; ``exchange`` is None where no rows travel."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class TracedPipeline(StepPipeline):
         lookahead: Lookahead,
         tracer: Tracer,
         traces: SequenceTraces,
-        exchange: TracedLink | None,  # type: ignore[type-arg]
+        exchange: TracedExchanges | None,
     ) -> None:
         super().__init__(batch, inputs, runner, sampler, lookahead=lookahead)
         self._tracer, self._traces, self._exchange = tracer, traces, exchange

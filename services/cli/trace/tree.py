@@ -113,9 +113,9 @@ def _notes(node: Node, start_ns: int) -> Iterator[str]:
                 yield f"{event.name} at {_ms(event.at_ns - start_ns)}"
     for error in dict.fromkeys(span.error for span in node.spans if span.error):
         yield f"failed: {error}"
-    resent = sum(span.attributes.get("expertmesh.resent_calls", 0) for span in node.spans)
+    resent = sum(span.attributes.get("expertmesh.resent_rows", 0) for span in node.spans)
     if resent:
-        yield f"{resent} calls were sent to another replica"
+        yield f"{resent} rows were sent to another replica"
 
 
 def _processes(node: Node) -> str:

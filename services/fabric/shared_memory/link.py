@@ -295,10 +295,6 @@ class SharedMemoryLink:
         """Send ``context`` along with the rows that go over tcp; those in shared memory have no room for it."""
         self.tcp.trace(context)
 
-    def resent(self, handle: SharedMemoryHandle) -> int:
-        """Return :meth:`TcpLink.resent`."""
-        return 0 if handle.tcp is None else self.tcp.resent(handle.tcp)
-
     def faults(self) -> dict[str, int]:
         """Return :meth:`TcpLink.faults`."""
         return self.tcp.faults()

@@ -215,10 +215,6 @@ class TcpLink(CountedLink):
         """Send ``context`` along with the calls that follow."""
         self._trace = context
 
-    def resent(self, handle: TcpHandle) -> int:
-        """Return how often rows of ``handle``, which is combined, were sent to another replica."""
-        return sum(max(0, part.sends - 1) for part in handle.parts)
-
     def faults(self) -> dict[str, int]:
         """Return how many connections were refused or ended because of what the other side is or sent, by reason."""
         return self._facts.faults.totals()

@@ -184,7 +184,7 @@ def test_rows_of_nobody_are_counted_nowhere_and_touch_nothing(make_engine: MakeE
     inputs = graphs._graphs._inputs.of(4)  # type: ignore[union-attr]
     assert inputs.token_ids_T[:3].all()
     assert not inputs.token_ids_T[3], "it may be one that is not a number"
-    assert eager._runner._link._link.expert_rows() == graphs._runner._link._link.expert_rows()  # type: ignore[attr-defined]
+    assert eager._runner.link._link.expert_rows() == graphs._runner.link._link.expert_rows()  # type: ignore[attr-defined]
     for layer in range(3):
         for ours, theirs in zip(eager._kv.layer(layer), graphs._kv.layer(layer), strict=True):
             torch.testing.assert_close(ours[:-1], theirs[:-1])

@@ -24,7 +24,7 @@ class Remote:
 
     def __init__(self) -> None:
         self.contexts: list[bytes] = []
-        self.seconds = 0.0
+        self.seconds, self.rows = 0.0, 0
 
     def trace(self, context: bytes) -> None:
         self.contexts.append(context)
@@ -33,15 +33,22 @@ class Remote:
         self.seconds += 0.25
         return {4: self.seconds}
 
-    def resent(self, handle: Any) -> int:
-        del handle
-        return 1
+    def resent_rows(self) -> dict[str, int]:
+        self.rows += 1
+        return {"late": self.rows, "lost": 7}
+
+
+class Travelling(RecordingLink):
+    """A link to experts elsewhere."""
+
+    @property
+    def transport(self) -> str:
+        return "nccl"
 
 
 def test_tokens_are_those_of_an_engine_that_does_not_trace(make_engine: MakeEngine, tiny: Any) -> None:
     spans, remote = Spans(steps=True), Remote()
-    tracing = EngineTracing(spans.tracer, remote, "tcp")
-    engine = make_engine(tracing=tracing)
+    engine = make_engine(link=Travelling(tiny.link()), tracing=EngineTracing(spans.tracer, remote))
     events = run(engine, ask("a", PROMPT, 9).traced(ATTEMPT.traceparent), ask("b", PROMPT[:3], 6))
     assert tokens(events["a"]) == tiny.greedy(PROMPT, 9)
     assert tokens(events["b"]) == tiny.greedy(PROMPT[:3], 6)
@@ -52,15 +59,19 @@ def test_tokens_are_those_of_an_engine_that_does_not_trace(make_engine: MakeEngi
     assert [context.span_id for context in sent] == [span.context.span_id for span in exchanges]
     assert set(remote.contexts[1::2]) == {b""}, "steps that are not traced send none"
     first = exchanges[0].attributes
-    assert (first["expertmesh.transport"], first["expertmesh.phase"]) == ("tcp", "prefill")
-    assert first["expertmesh.exchanges"] == first["expertmesh.resent_calls"] == 3, "layers of the model"
+    assert (first["expertmesh.transport"], first["expertmesh.phase"]) == ("nccl", "prefill")
+    assert first["expertmesh.exchanges"] == 3, "layers of the model"
+    assert first["expertmesh.resent_rows"] == 1
+    step = next(iter(engine.take_durations().exchanges))
+    assert first["expertmesh.dispatch_ms"] == round(1e3 * step.dispatch_s, 3), "one clock for the series and the trace"
+    assert first["expertmesh.combine_ms"] == round(1e3 * step.combine_s, 3)
     (waited,) = exchanges[0].events
     assert waited.attributes == {"expertmesh.shard": 4, "expertmesh.ms": 250.0}
 
 
 def test_every_step_is_sliced(build_engine: MakeEngine) -> None:
     spans = Spans(steps=True)
-    engine = build_engine(tracing=EngineTracing(spans.tracer, None, None))
+    engine = build_engine(tracing=EngineTracing(spans.tracer, None))
     run(engine, ask("a", PROMPT, 4))
     steps = spans.named("engine step")
     assert len(steps) == engine.stats().steps == 4
@@ -90,7 +101,7 @@ def test_the_time_of_a_device_is_read_when_its_step_is(
 
     monkeypatch.setattr(traced_pipeline, "TimedMark", Mark)
     spans = Spans(steps=True)
-    engine = make_engine(tracing=EngineTracing(spans.tracer, None, None))
+    engine = make_engine(tracing=EngineTracing(spans.tracer, None))
     engine._steps._times_gpu, engine._steps._mark = True, Mark
     run(engine, ask("a", PROMPT, 4))
     gpu = spans.named("gpu")
@@ -102,12 +113,12 @@ def test_the_time_of_a_device_is_read_when_its_step_is(
 def test_without_a_tracer_there_is_nothing_of_it(make_engine: MakeEngine) -> None:
     engine = make_engine()
     assert type(engine._steps) is StepPipeline
-    assert engine._runner._link._link is engine._link
+    assert engine._runner.link._link is engine._link
     assert engine.exemplar() is None
 
 
 def test_a_step_of_a_traced_request_has_an_exemplar(build_engine: MakeEngine) -> None:
-    engine = build_engine(tracing=EngineTracing(Spans().tracer, None, None))
+    engine = build_engine(tracing=EngineTracing(Spans().tracer, None))
     engine.add(ask("a", PROMPT, 9))
     engine.step()
     assert engine.exemplar() is None
@@ -118,8 +129,8 @@ def test_a_step_of_a_traced_request_has_an_exemplar(build_engine: MakeEngine) ->
 
 def test_a_step_that_fails_ends_its_exchange_with_the_error(make_engine: MakeEngine, tiny: Any) -> None:
     spans, remote = Spans(), Remote()
-    link = RecordingLink(tiny.link(), fail=(2, ExpertUnavailable("Nobody is there.")))
-    engine = make_engine(link=link, tracing=EngineTracing(spans.tracer, remote, "tcp"))
+    link = Travelling(tiny.link(), fail=(2, ExpertUnavailable("Nobody is there.")))
+    engine = make_engine(link=link, tracing=EngineTracing(spans.tracer, remote))
     run(engine, ask("a", PROMPT, 4).traced(ATTEMPT.traceparent))
     assert spans.one("exchange").error == "ExpertUnavailable"
     assert remote.contexts[-1] == b""
