@@ -13,7 +13,7 @@ from loadgen.report.verdict import Level, Verdict, verdict
 from loadgen.report.words import amount, moment, ms
 from loadgen.results import Results, Run, Search, Sweep
 from services.dashboards.draw.chart import STYLE
-from services.dashboards.draw.html import Html, element, join
+from services.dashboards.draw.html import Html, document, element
 
 _STYLES = (STYLE, Path(__file__).with_name("report.css"))
 
@@ -34,18 +34,7 @@ def page(results: Results) -> str:
     else:
         body = list(_of_sweep(results))
     title = results.label or f"{type(results).__name__} of {results.target.model}"
-    return document(title, _head(results, found, title), *body)
-
-
-def document(title: str, *body: Html) -> str:
-    """Returns a page with the style of reports."""
-    styles = "".join(file.read_text(encoding="utf-8") for file in _STYLES)
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"{element('title', f'{title} – expertmesh-load')}<style>\n{styles}</style></head>\n"
-        f"<body>{join(body)}</body></html>\n"
-    )
+    return document(f"{title} – expertmesh-load", _head(results, found, title), *body, styles=_STYLES)
 
 
 def _head(results: Results, found: Verdict, title: str) -> Html:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from services.dashboards.draw import html
 from services.dashboards.draw.chart import STYLE
 from services.dashboards.draw.html import Html, element, join
 from services.dashboards.draw.panel import draw
@@ -63,14 +64,8 @@ def page(boards: Sequence[Board], frame: Frame) -> str:
 
 def document(title: str, *body: Html, refresh_s: float | None = None) -> str:
     """Return a page with this project's style."""
-    styles = "".join(file.read_text(encoding="utf-8") for file in _STYLES)
     again = f'<meta http-equiv="refresh" content="{refresh_s:.0f}">' if refresh_s else ""
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1">{again}'
-        f"{element('title', title)}<style>\n{styles}</style></head>\n"
-        f"<body>{join(body)}</body></html>\n"
-    )
+    return html.document(title, *body, styles=_STYLES, head=again)
 
 
 def _board(board: Board, frame: Frame) -> Html:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal, get_args
+
 from prometheus_client import CollectorRegistry
 
 from services.metrics.common import (
@@ -27,7 +29,8 @@ _TRANSPORT = Label("transport", values=("local", "tcp", "nccl", "shared_memory",
 _WIRED = Label("transport", values=("tcp", "nccl"))
 _REMOTE = "layouts disaggregated, colocated"
 _LOCKSTEP = "layout lockstep"
-RESEND_REASONS = ("late", "lost", "leaving", "failed", "bad_answer", "not_finite")
+ResendReason = Literal["late", "lost", "leaving", "failed", "bad_answer", "not_finite"]
+"""Why rows are sent to another replica."""
 STEP_FAILURES = ("experts", "error", "not_finite")
 
 
@@ -147,7 +150,7 @@ class WorkerMetrics:
             "resent_rows_total",
             "Rows sent again to another replica, because the first was late, lost or leaving, failed, or answered what "
             "cannot be right (bad_answer, not_finite).",
-            Label("reason", values=RESEND_REASONS),
+            Label("reason", values=get_args(ResendReason)),
             only=_REMOTE,
         )
         self.shard_stall = counter(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal, get_args
+
 from prometheus_client import CollectorRegistry
 
 from services.metrics.common import LATENCY_BUCKETS_S, SHARD, STEP_BUCKETS_S, TOP_TENANTS, unreadable
@@ -19,7 +21,7 @@ _LEADER = "on the leader"
 _SCALING = "on the leader, with --autoscale"
 _KUBERNETES = "on the leader, with --kubernetes-selector"
 _EXPERTS = "on the leader, with expert or colocated workers"
-SCALING_REASONS = ("load", "latency", "floor", "ceiling", "hold", "unknown", "asleep")
+ScalingReason = Literal["load", "latency", "floor", "ceiling", "hold", "unknown", "asleep"]
 """Why so many replicas are wanted: for the load; for latencies that miss their target; the minimum or maximum that is
 set; fewer would do but not for long enough; loads that are not known; no requests for a while."""
 
@@ -120,7 +122,7 @@ class SchedulerMetrics:
             "(floor) or maximum (ceiling); hold: fewer would do, but not for long enough; unknown: loads are missing; "
             "asleep: no requests for a while.",
             *scaled,
-            Label("reason", values=SCALING_REASONS),
+            Label("reason", values=get_args(ScalingReason)),
             only=_SCALING,
         )
         self.spec_replicas = gauge(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Iterable
+from pathlib import Path
 
 
 class Html(str):
@@ -39,6 +40,17 @@ def number(value: float) -> str:
     """Return a coordinate with at most one decimal: a tenth of a thousandth of a picture."""
     written = f"{value:.1f}"
     return written.removesuffix(".0").replace("-0", "0") if written in ("-0.0", "0.0") else written.removesuffix(".0")
+
+
+def document(title: str, *body: Html, styles: Iterable[Path], head: str = "") -> str:
+    """Return a page that needs no other file: ``styles`` are in it. ``head`` is markup for the head."""
+    style = "".join(file.read_text(encoding="utf-8") for file in styles)
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1">{head}'
+        f"{element('title', title)}<style>\n{style}</style></head>\n"
+        f"<body>{join(body)}</body></html>\n"
+    )
 
 
 SIZE = 1000.0

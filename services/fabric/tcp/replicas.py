@@ -20,6 +20,7 @@ from services.fabric.tcp.connection import SeatLink
 from services.fabric.tcp.frames import Dispatch
 from services.fabric.tcp.peer import deadline_in
 from services.fabric.tcp.split import Rows
+from services.metrics.attention import ResendReason
 from services.routing import ShardGroup
 
 log = logging.getLogger(__name__)
@@ -29,8 +30,11 @@ _MAX_SENDS = 16
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.05, 2.0
 """Pause before a connection over which a part failed gets the part again; doubled each time."""
 _UNBOUNDED_ROWS = 1 << 20
-_REASONS: Mapping[type[ExpertMeshError], str] = {BadAnswer: "bad_answer", SeatLeaving: "leaving", SeatLost: "lost"}
-_LATE, _FAILED, _NOT_FINITE = "late", "failed", "not_finite"
+_REASONS: Mapping[type[ExpertMeshError], ResendReason] = {
+    BadAnswer: "bad_answer",
+    SeatLeaving: "leaving",
+    SeatLost: "lost",
+}
 
 
 @dataclass(slots=True, eq=False)
@@ -52,7 +56,7 @@ class Part:
     again_at: dict[tuple[int, int], float] = field(default_factory=dict)
     sends: int = 0
     problem: ExpertMeshError | None = None
-    reason: str = _FAILED
+    reason: ResendReason = "failed"
     """Why the last replica that had the part has not answered it, as a label."""
     without_replica_since: float | None = None
 
@@ -134,7 +138,7 @@ class Seats:
         part.call = None
         if isinstance(call.outcome, ExpertMeshError):
             part.problem = call.outcome
-            part.reason = _REASONS.get(type(call.outcome), _FAILED)
+            part.reason = _REASONS.get(type(call.outcome), "failed")
             pause_s = min(_FIRST_PAUSE_S * 2.0 ** (part.sends - 1), _MAX_PAUSE_S)
             part.again_at[link.seat.number, call.connection] = deadline_in(pause_s)
             if isinstance(call.outcome, BadAnswer):
@@ -144,7 +148,7 @@ class Seats:
             if call.finite:
                 self._quarantine_suspects(part)
         else:
-            part.not_finite, part.reason = call.outcome, _NOT_FINITE
+            part.not_finite, part.reason = call.outcome, "not_finite"
             part.suspects.append(link)
 
     def _quarantine_suspects(self, part: Part) -> None:
@@ -186,7 +190,7 @@ class Seats:
 
     def _send(self, part: Part, link: SeatLink) -> None:
         if part.call is not None and (late := part.sent_to) is not None:
-            part.reason = _LATE
+            part.reason = "late"
             part.problem = DeadlineExceeded(f"{late.name} did not answer within {self._call_s:g} s.")
             self._quarantine(late, part.problem)
             part.again_at[late.seat.number, part.call.connection] = late.quarantined_until

@@ -19,8 +19,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
+from services.metrics.scheduler import ScalingReason
 from services.scheduler.scaling.signals import Load, Signals
 from services.scheduler.scaling.targets import Bounds, ScaledRole, ScalingOptions, Target
 
@@ -45,11 +45,6 @@ STALLED, MOSTLY_STALLED = 0.2, 0.5
 """Share of steps spent waiting for a shard group from which on it is the cause of TPOT, and of TTFT."""
 
 
-Reason = Literal["load", "latency", "floor", "ceiling", "hold", "unknown", "asleep"]
-"""Why so many replicas are wanted: for the load; for latencies that miss their targets; the minimum or the maximum;
-fewer would do, but not for long enough; loads that are not known; because the model sleeps."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Course:
     """What is remembered of one target. ``highest``: (time, replicas) with falling replicas, each the maximum of those
@@ -59,7 +54,7 @@ class Course:
     boost: float = 1.0
     need: float = 0.0
     ready: int = 0
-    reason: Reason = "hold"
+    reason: ScalingReason = "hold"
     """Why :attr:`wanted` is what it is."""
     came_at: float = -math.inf
     """When the ready replicas changed, fewer were wanted, or a boost rose: earlier latencies do not count."""
@@ -93,7 +88,7 @@ class State:
         }
 
     @property
-    def reasons(self) -> dict[Target, Reason]:
+    def reasons(self) -> dict[Target, ScalingReason]:
         """Why these replicas are wanted."""
         return {
             target: "asleep" if self.asleep and target.sleeps else course.reason
@@ -142,13 +137,13 @@ def _next(course: Course, load: Load, target: Target, at: float, options: Scalin
     changed = load.ready != course.ready or highest[0][1] < course.wanted
     came_at = at if changed else course.came_at
     wanted = highest[0][1]
-    reason: Reason = "unknown" if unknown and wanted == replicas else "hold"
+    reason: ScalingReason = "unknown" if unknown and wanted == replicas else "hold"
     if wanted == enough:
         reason = _reason(need, course.boost, bounds)
     return Course(highest=highest, boost=course.boost, need=need, ready=load.ready, reason=reason, came_at=came_at)
 
 
-def _reason(need: float, boost: float, bounds: Bounds) -> Reason:
+def _reason(need: float, boost: float, bounds: Bounds) -> ScalingReason:
     """Return why as many replicas are wanted as ``need`` asks for, within ``bounds``."""
     asked = math.ceil(need - TOLERANCE)
     if asked < bounds.minimum:
