@@ -17,6 +17,8 @@ N query heads, J key/value heads, C = N + J, H head dimension.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -27,6 +29,7 @@ from services.model.paged_attention import AttentionPlan, WindowPlanner, attend,
 from services.model.rope import cos_sin, inverse_frequencies, rotate
 from services.model.spec import ModelSpec
 from services.model.weights import DenseWeights, FfnWeights, LayerWeights
+from services.model.work_lists import WorkLists
 
 
 class DenseModel:
@@ -41,16 +44,21 @@ class DenseModel:
         self.dtype = weights.embed_VD.dtype
         self.device = weights.embed_VD.device
         self._weights = weights
-        self._attention_dtype = compute_dtype(self.dtype, self.device)
+        self.attention_dtype = compute_dtype(self.dtype, self.device)
         self._qk_norms = tuple(self._qk_norm(layer) for layer in weights.layers)
         self._frequency_I = inverse_frequencies(spec.rope, spec.head_dim).to(self.device)
+        self._work_lists: WorkLists | None = None
+        if self.device.type == "cuda":
+            self._work_lists = WorkLists(spec, dtype=self.attention_dtype, device=self.device)
 
     def plan(self, inputs: StepInputs, block_size: int) -> AttentionPlan:
         """Plan this step's attention, once for all layers. ``block_size`` is the KV cache's."""
+        if inputs.paged is None and self._work_lists is not None:
+            inputs = replace(inputs, paged=self._work_lists.of(inputs, block_size))
         planner = WindowPlanner(
             block_size=block_size,
             kv_size=self.spec.kv_size,
-            mask_dtype=self._attention_dtype,
+            mask_dtype=self.attention_dtype,
             device=self.device,
         )
         cos_T1H, sin_T1H = cos_sin(inputs.positions_T, self._frequency_I, self.spec.rope.attention_factor)
@@ -126,7 +134,7 @@ class DenseModel:
         Queries and keys go through each op together, as the heads of one tensor.
         """
         spec, weights = self.spec, self._weights.layers[layer]
-        qkv_TO = F.linear(h_TD, weights.qkv_OD, weights.qkv_bias_O).to(self._attention_dtype)
+        qkv_TO = F.linear(h_TD, weights.qkv_OD, weights.qkv_bias_O).to(self.attention_dtype)
         qk_TO, v_TO = qkv_TO.split_with_sizes((spec.q_size + spec.kv_size, spec.kv_size), dim=1)
         rows, qk_norm = h_TD.shape[0], self._qk_norms[layer]
         if spec.qk_norm == "projection":
@@ -138,7 +146,7 @@ class DenseModel:
         if spec.qk_norm == "head":
             assert qk_norm is not None
             qk_TCH = F.rms_norm(qk_TCH, (spec.head_dim,), None, spec.rms_eps) * qk_norm
-        qk_TCH = rotate(qk_TCH, plan.cos_T1H, plan.sin_T1H).to(self._attention_dtype)
+        qk_TCH = rotate(qk_TCH, plan.cos_T1H, plan.sin_T1H).to(self.attention_dtype)
         q_TNH, k_TJH = qk_TCH.split_with_sizes((spec.num_heads, spec.num_kv_heads), dim=1)
         return q_TNH, k_TJH, v_TO.view(rows, spec.num_kv_heads, spec.head_dim)
 
@@ -149,7 +157,7 @@ class DenseModel:
         q_norm, k_norm = weights.q_norm, weights.k_norm
         if self.spec.qk_norm == "head":
             q_norm, k_norm = q_norm.expand(self.spec.num_heads, -1), k_norm.expand(self.spec.num_kv_heads, -1)
-        return torch.cat((q_norm, k_norm)).to(self._attention_dtype)
+        return torch.cat((q_norm, k_norm)).to(self.attention_dtype)
 
     def _norm_projections(self, qk_TO: Tensor, weight_O: Tensor) -> Tensor:
         """Apply the root-mean-square norm over all query heads together, and over all key heads together."""

@@ -1,6 +1,10 @@
 """Attention over the paged KV cache. A step's sequences become index tensors and masks, once for all layers; then each
 layer's queries, keys and values come in, and the attention output of each row goes out.
 
+Where a step is ``paged``, as all steps on a GPU are, one kernel takes all rows: ``paged_decode`` where each sequence
+has one, ``paged_attention`` by work lists where some have more (:mod:`services.model.work_lists`). Elsewhere torch
+computes it.
+
 Decode rows (one new token) of sequences of similar length share one call: a group is padded to its longest sequence by
 reading blocks of each sequence again. A prompt piece is a call of its own.
 Legend: T rows of the step, N query heads, K key/value heads, G = N / K queries per key head, H head dimension,
@@ -18,8 +22,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from moe_kernels.paged_attention.op import paged_attention
 from moe_kernels.paged_decode.op import paged_decode
-from services.model.inputs import DecodeRows, PagedRows, SequenceRows, StepInputs
+from services.model.inputs import DecodeRows, PagedPieces, PagedRows, SequenceRows, StepInputs
 from services.model.transfer import upload
 
 _CALL_COST_ELEMENTS = 65_536
@@ -57,7 +62,7 @@ class WindowPlan:
 
     decode: tuple[DecodeGroup, ...]
     prompts: tuple[PromptPiece, ...]
-    paged: PagedRows | None = None
+    paged: PagedRows | PagedPieces | None = None
     window: int | None = None
 
 
@@ -190,8 +195,10 @@ def attend(plan: WindowPlan, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, cache:
         k_TKH, v_TKH: the step's own keys and values, which are already in ``cache``, too.
         cache: ``(k_NBKH, v_NBKH)`` of the layer.
     """
-    if plan.paged is not None:
-        paged = plan.paged
+    paged = plan.paged
+    if isinstance(paged, PagedPieces):
+        return paged_attention(q_TNH, *cache, paged.blocks_SM, paged.work[plan.window]).flatten(1)
+    if paged is not None:
         return paged_decode(q_TNH, *cache, paged.blocks_BM, paged.kv_len_B, window=plan.window).flatten(1)
     if len(plan.decode) == 1 and plan.decode[0].rows_B is None:
         return _decode(plan.decode[0], q_TNH, cache)
