@@ -124,7 +124,7 @@ class Bench:
             max_model_len=33_000,
             prefix_cache=False,
             kv_blocks=KV_TOKENS // 16,
-            lookahead="replayed",
+            lookahead="all",
         )
         self.engine.prepare()
         say(
