@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from bench.checks.attention import attention_checks
 from bench.checks.base import Check
+from bench.checks.dense import dense_checks
 from bench.checks.foreign import foreign_checks
 from bench.checks.graphs import graph_checks
 from bench.checks.layers import layer_checks
@@ -24,4 +25,5 @@ def all_checks(*, scale: int = 1) -> list[Check]:
         *graph_checks(),
         *routing_checks(),
         *attention_checks(),
+        *dense_checks(),
     ]

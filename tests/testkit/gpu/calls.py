@@ -17,6 +17,7 @@ from torch import Tensor, empty
 from moe_kernels import QuantisedWeight, combine, dequantize_experts, fused_moe, grouped_mlp, plan, route
 from moe_kernels import tiles as table
 from moe_kernels.activations.op import Activation, gated
+from moe_kernels.add_rms_norm.op import add_rms_norm
 from moe_kernels.exchange.joined.op import send_joined, take_joined
 from moe_kernels.exchange.joined.room import Joined
 from moe_kernels.exchange.layout import WORDS, Layout
@@ -26,6 +27,7 @@ from moe_kernels.paged_attention.planner import Planner
 from moe_kernels.paged_attention.tiling import tiling_for
 from moe_kernels.paged_attention.work import Work
 from moe_kernels.paged_decode.op import paged_decode
+from moe_kernels.qk_norm_rope.op import Norm, qk_norm_rope_write
 from moe_kernels.rotary.op import rotate_heads
 from moe_kernels.training.parallel_linear import _ParallelLinear
 from moe_kernels.training.sparse_mlp import _SparseMlp
@@ -151,6 +153,26 @@ def sums(dtype: str, hidden: int, rows: int = 64) -> None:
     combine(empty(300, hidden, dtype=DTYPES[dtype]), empty(rows, 8, dtype=torch.int64), empty(rows, 8))
 
 
+def normed(dtype: str, hidden: int, rows: int = 64, *, added: int = 1) -> None:
+    x_TD, *others = (empty(rows, hidden, dtype=DTYPES[dtype]) for _ in range(1 + added))
+    y_TD, z_TD = [*others, None, None][:2]
+    add_rms_norm(x_TD, y_TD, empty(hidden, dtype=DTYPES[dtype]), 1e-6, z_TD=z_TD)
+
+
+def projected(
+    dtype: str, heads: int, kv_heads: int, size: int, *, rows: int = 64, norm: Norm | None = "head",
+    clip: float | None = None, kv: bool = False,
+) -> None:  # fmt: skip
+    kind = DTYPES[dtype]
+    qkv_TO = empty(rows, (heads + 2 * kv_heads) * size, dtype=kind)
+    cache = [empty(4096, 16, kv_heads, size, dtype=kind) for _ in "kv"]
+    weight_CH = None if norm is None else empty(heads + kv_heads, size, dtype=kind)
+    qk_norm_rope_write(
+        qkv_TO, empty(rows, 1, size), empty(rows, 1, size), *cache, empty(rows, dtype=torch.int64),
+        norm=norm or "head", weight_CH=weight_CH, eps=1e-6, clip=clip, kv=kv,
+    )  # fmt: skip
+
+
 def planned(rows: int, experts: int = 128, *, keep: bool = False, local: bool = False, **options: Any) -> None:
     keep_T = empty(rows, dtype=torch.bool) if keep else None
     local_E = empty(2 * experts, dtype=torch.int32) if local else None
@@ -205,6 +227,8 @@ def unpacked(dtype: str, bits: int, group: int) -> None:
     dequantize_experts(packed(8, 2048, 1024, bits, group), DTYPES[dtype])
 
 
+NORMED = (("fp16", 100), ("fp16", 4096), ("fp32", 100), ("bf16", 16_384), ("fp32", 32_768))
+"""Rows that a norm takes alone: odd, and so long that the registers of a program are full."""
 Calls = dict[str, Callable[[], object]]
 
 
@@ -249,6 +273,10 @@ SERVED: Calls = {
     **_exchange("bf16", 8, shared_gpu=True),
     **_exchange("fp32", 512, "-unsummed", unsummed=True),
     "combine-bf16": partial(sums, "bf16", 2048),
+    "norm-bf16": partial(normed, "bf16", 2048),
+    "norm-fp32-shared": partial(normed, "fp32", 2048, added=2),
+    "qk-bf16-head": partial(projected, "bf16", 32, 4, 128),
+    "qk-fp32-projection": partial(projected, "fp32", 16, 16, 128, norm="projection", kv=True),
 }
 """Of each kernel that services launch about one variant per dtype: compiled at each commit, in a minute of CPU."""
 
@@ -273,6 +301,11 @@ MORE: Calls = {
     "route-groups": partial(router, 256, 8, bias=True, groups=8, top_groups=4, group_score="top2_sum"),
     "route-512": partial(router, 512, 16, score="sigmoid", bias=True),
     "combine-fp32-odd": partial(sums, "fp32", 100),
+    **{f"norm-{dtype}-{hidden}": partial(normed, dtype, hidden, added=0) for dtype, hidden in NORMED},
+    "qk-bf16-one": partial(projected, "bf16", 32, 4, 128, rows=1),
+    "qk-bf16-plain": partial(projected, "bf16", 32, 8, 128, norm=None, kv=True),
+    "qk-bf16-clipped": partial(projected, "bf16", 64, 8, 128, norm="projection", clip=8.0),
+    "qk-fp16-odd": partial(projected, "fp16", 6, 2, 24, clip=8.0, kv=True),
     **_experts("bf16", 1, 16, 512, name="-biases", bias=True, weights_on="input", activation="gelu"),
     **_experts("fp16", 16, 4096, name="-keep", bias=True, keep=True),
     **_experts("bf16", 1, 16, 4096, name="-int4", bits=4),
