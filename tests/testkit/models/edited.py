@@ -48,12 +48,13 @@ class WatchedEdits(Edits):
     def of(self, logits_RV: Tensor, rows: Sequence[DrawRow], history: History | None, ahead: int) -> Tensor:
         edited_RV = super().of(logits_RV, rows, history, ahead)
         for number, row in enumerate(rows):
-            tokens = [*row.token_ids, *self._after[number : number + ahead]]
+            unknown = number < ahead
+            tokens = [*row.token_ids, *self._after[number : number + unknown]]
             wanted_V = edited(logits_RV[number].numpy(), row, tokens)
             if wanted_V.tobytes() != edited_RV[number].numpy().tobytes():
-                self.wrong.append((f"{row.params}, {ahead} ahead", tokens))
+                self.wrong.append((f"{row.params}, {unknown} ahead", tokens))
             self.draws += row.looks_back
-            self.ahead += row.looks_back and ahead
+            self.ahead += row.looks_back and unknown
         return edited_RV
 
     def _noting(self, plan: StepPlan, after_B: Tensor | None = None) -> Any:

@@ -203,22 +203,48 @@ def test_most_steps_of_a_batch_that_only_decodes_are_launched_ahead(engine_of: M
     assert stats.steps_ahead == 29, "but the prompts' own"
 
 
-def test_a_step_ahead_follows_prompts_that_end_and_no_others(
+def test_a_step_ahead_goes_on_with_prompts_and_admits_others(
     engine_of: MakeEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine = engine_of(True, max_num_batched_tokens=8)
+    engine, launched = engine_of(True, max_num_batched_tokens=8), list[tuple[int, list[tuple[str, int]]]]()
+    plan_ahead = engine._batch.plan_ahead
+
+    def noting(plan: StepPlan) -> StepPlan | None:
+        ahead = plan_ahead(plan)
+        assert ahead is not None
+        pieces = [(piece.state.request.id, piece.length) for piece in ahead.prompts]
+        launched.append((len(ahead.decodes), pieces))
+        return ahead
+
+    engine._batch.plan_ahead = noting  # type: ignore[method-assign]
     engine.add(ask("old", [1, 2, 3], max_tokens=40))
     engine.step()
     engine.add(ask("long", range(1, 21), max_tokens=4))
-    ahead = []
-    for _ in range(8):
+    engine.add(ask("short", [4, 5], max_tokens=4))
+    for _ in range(5):
         engine.step()
-        ahead.append(engine._steps.in_flight)
-    assert ahead == [False, False, False, True, True, True, True, True], "old's; 7, 7 and 6 of the prompt; then decodes"
+    of_long = [(1, [("long", 7)]), (1, [("long", 7)]), (1, [("long", 6), ("short", 1)]), (2, [("short", 1)])]
+    assert launched == [(1, []), *of_long, (3, [])]
+    assert engine.stats().prefill_chunks == 3
     assert not caplog.records, "none is given up"
 
 
-def test_prompts_that_want_no_token_or_scores_are_followed_by_no_step(engine_of: MakeEngine) -> None:
+def test_a_prompt_that_is_cancelled_under_way_keeps_its_blocks_until_its_step_is_done(engine_of: MakeEngine) -> None:
+    engine = engine_of(True, max_num_batched_tokens=8, prefix_cache=False)
+    engine.add(ask("old", [1, 2, 3], max_tokens=40))
+    engine.step()
+    engine.add(ask("long", range(1, 21), max_tokens=4))
+    engine.step()
+    used = engine.stats().kv_used
+    engine.cancel("long", 1)
+    assert engine.stats().kv_used == used, "the step under way writes to them"
+    assert {event.request_id for event in engine.step()} == {"old", "long"}
+    assert engine.stats().kv_used == 2
+    assert [event.finish for event in engine.step()] == [None]
+    assert engine.stats().running == 1
+
+
+def test_prompts_with_scores_are_followed_by_no_step(engine_of: MakeEngine) -> None:
     engine = engine_of(True)
     engine.add(ask("old", [1, 2, 3], max_tokens=9))
     engine.add(ask("echo", [4, 5, 6], max_tokens=0, prompt_logprobs=1))

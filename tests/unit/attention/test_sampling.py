@@ -130,8 +130,10 @@ def test_a_token_that_only_the_device_knows_counts_like_the_others(
     for known in ((1, 2, 3, 3), (1, 2, 3, 3, 5), (1, 2)):
         whole = [row((*known, last), stop=stop, **each) for each in params]
         short = [row(known, stop=stop, **each) for each in params]
-        ahead = Sampler(V, CPU).draw(logits_RV, short, history_of(whole), ahead=1)
-        assert ahead.outcomes() == drawn(Sampler(V, CPU), logits_RV, whole)
+        for ahead in (len(short), len(short) // 2):  # the rows after these know all their tokens
+            rows = [*short[:ahead], *whole[ahead:]]
+            found = Sampler(V, CPU).draw(logits_RV, rows, history_of(whole), ahead=ahead)
+            assert found.outcomes() == drawn(Sampler(V, CPU), logits_RV, whole)
 
 
 @pytest.mark.parametrize("vocab_size", [V, 3001])
