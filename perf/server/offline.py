@@ -125,6 +125,7 @@ class Bench:
             prefix_cache=False,
             kv_blocks=KV_TOKENS // 16,
             lookahead="all",
+            prefill_stretch=2.0,
         )
         self.engine.prepare()
         say(

@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from services.attention.batching.blocks import BlockPool, HeldBack, Prefixes, make_room, reserve
+from services.attention.batching.pace import Pace
 from services.attention.batching.waiting_line import WaitingLine
 from services.attention.sequences.plan import BatchCounters, BatchLimits, Outcome, Piece, StepPlan
 from services.attention.sequences.sequence import SequenceState, open_sequence, refusal
@@ -32,7 +33,7 @@ KEPT_SEQUENCES = 4096
 
 class BatchManager:
     """Waiting and running sequences over a :class:`BlockPool`. ``clock`` gives Redis TIME in milliseconds, ``timer``
-    seconds for durations; ``traces`` is None where no request is traced."""
+    seconds for durations; ``traces`` is None where no request is traced; ``pace`` bounds prompts beside decodes."""
 
     def __init__(
         self,
@@ -42,6 +43,7 @@ class BatchManager:
         *,
         timer: Callable[[], float] = time.perf_counter,
         traces: SequenceTraces | None = None,
+        pace: Pace | None = None,
     ) -> None:
         assert limits.max_num_seqs > 0
         assert limits.max_num_batched_tokens > 0
@@ -56,7 +58,7 @@ class BatchManager:
         self._prefixes = Prefixes(pool, enabled=limits.prefix_cache, scope=limits.prefix_cache_scope)
         self._held_back = HeldBack(pool)
         self._clock = clock
-        self._traces = traces
+        self._traces, self._pace = traces, pace
         self._held: dict[str, SequenceState] = {}
         self._waiting: WaitingLine[SequenceState] = WaitingLine()
         self._running: list[SequenceState] = []
@@ -129,8 +131,9 @@ class BatchManager:
             return StepPlan(decodes=self._decodes)
         budget = self._limits.max_num_batched_tokens
         decodes, prompts = self._plan_decodes(budget), list[Piece]()
-        self._plan_prefills(prompts, budget - len(decodes))
-        self._admit(prompts, budget - len(decodes) - sum(piece.length for piece in prompts))
+        room = self._room_beside(len(decodes))
+        self._plan_prefills(prompts, room)
+        self._admit(prompts, room - sum(piece.length for piece in prompts))
         assert decodes or prompts or not self._held, "sequences are held, but none can make progress"
         self._decodes = tuple(decodes)
         return StepPlan(decodes=self._decodes, prompts=tuple(prompts))
@@ -154,7 +157,7 @@ class BatchManager:
             return None
         if len(goes_on) > budget or not make_room(self.pool, goes_on, 1):
             return None
-        prompts = self._pieces_ahead(plan, budget - len(goes_on)) if beside or self._waiting else []
+        prompts = self._pieces_ahead(plan, self._room_beside(len(goes_on))) if beside or self._waiting else []
         if not goes_on and not prompts:
             return None
         same = len(goes_on) == len(plan.decodes) and not drew
@@ -216,6 +219,12 @@ class BatchManager:
         decodes = self._decodes
         may_admit = self._waiting and self.running < self._limits.max_num_seqs
         return len(self._running) == len(decodes) > 0 and not may_admit and make_room(self.pool, decodes, 0)
+
+    def _room_beside(self, decodes: int) -> int:
+        """Return how many rows of prompts a step with so many decodes may have."""
+        room = self._limits.max_num_batched_tokens - decodes
+        paced = None if self._pace is None else self._pace.rows(decodes)
+        return room if paced is None else min(room, paced)
 
     def _plan_decodes(self, budget: int) -> list[SequenceState]:
         decodes: list[SequenceState] = []

@@ -16,6 +16,7 @@ import torch
 
 from services.attention.batching.blocks import BlockPool
 from services.attention.batching.manager import BatchManager
+from services.attention.batching.pace import Pace
 from services.attention.kv_cache import KVCache, blocks_within
 from services.attention.sampling.sampler import Sampler
 from services.attention.sequences.plan import BatchLimits
@@ -56,6 +57,7 @@ class EngineOptions:
     prefix_cache: bool = True
     prefix_cache_scope: PrefixScope = "tenant"
     lookahead: Lookahead = "off"
+    prefill_stretch: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,24 +125,30 @@ class Engine(Generic[HandleT]):
             prefix_cache_scope=options.prefix_cache_scope,
         )
         self._sampler = Sampler(spec.vocab_size, model.device)
+        self._pace = None if options.prefill_stretch is None else Pace(options.prefill_stretch)
         self._reset()
 
     def _reset(self) -> None:
         """Forget all requests, cached prefixes and figures."""
         self._pool = BlockPool(self._kv.num_blocks, self._kv.block_size)
         traces = self._traces = None if self._tracing is None else SequenceTraces(self._tracing.tracer)
-        self._batch = BatchManager(self._limits, self._pool, self._clock, traces=traces)
+        self._batch = BatchManager(self._limits, self._pool, self._clock, traces=traces, pace=self._pace)
         if self._graphs is not None:
             self._graphs.steps = 0
         self._runner = StepRunner(self._model, self._link, self._kv, graphs=self._graphs, overlap=self._overlap)
         parts = self._batch, self._inputs, self._runner, self._sampler
         if (tracing := self._tracing) is None or traces is None:
-            self._steps = StepPipeline(*parts, lookahead=self._lookahead)
+            self._steps = StepPipeline(*parts, lookahead=self._lookahead, pace=self._pace)
         else:
             travels = self._link.transport != LOCAL
             exchange = TracedExchanges(self._runner.link, tracing.remote) if travels else None
             self._steps = TracedPipeline(
-                *parts, lookahead=self._lookahead, tracer=tracing.tracer, traces=traces, exchange=exchange
+                *parts,
+                lookahead=self._lookahead,
+                pace=self._pace,
+                tracer=tracing.tracer,
+                traces=traces,
+                exchange=exchange,
             )
 
     def _drop_all(self) -> None:

@@ -110,7 +110,8 @@ def _slots(blocks: Sequence[int], position_W: NDArray[np.int64], block_size: int
     """Return the slots of positions, which ascend, of a sequence with ``blocks``."""
     column_W = position_W // block_size
     used = _array(blocks[column_W[0] : column_W[-1] + 1])
-    return used[column_W - column_W[0]] * block_size + position_W % block_size
+    slots_W: NDArray[np.int64] = used[column_W - column_W[0]] * block_size + position_W % block_size
+    return slots_W
 
 
 _SLACK = 16

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from services.attention.batching.manager import BatchManager
+from services.attention.batching.pace import Pace
 from services.attention.sampling.histories import Histories
 from services.attention.sampling.sampler import Sampler
 from services.attention.sequences.plan import Outcome, StepPlan
@@ -45,14 +46,22 @@ class StepPipeline:
         lookahead: after which steps the next one is launched before they are read: none (``off``), those that ran as
             CUDA graphs (``replayed``), or ``all``. Where the host takes part in every layer, launching ahead delays the
             tokens of the step before and saves nothing.
+        pace: learns how long steps take.
     """
 
     def __init__(
-        self, batch: BatchManager, inputs: Flattener, runner: StepRunner[Any], sampler: Sampler, *, lookahead: Lookahead
+        self,
+        batch: BatchManager,
+        inputs: Flattener,
+        runner: StepRunner[Any],
+        sampler: Sampler,
+        *,
+        lookahead: Lookahead,
+        pace: Pace | None = None,
     ) -> None:
         self._batch, self._inputs, self._runner, self._sampler = batch, inputs, runner, sampler
         self._model, self._kv = runner.model, runner.kv
-        self._lookahead, self._histories = lookahead, Histories(runner.kv)
+        self._lookahead, self._pace, self._histories = lookahead, pace, Histories(runner.kv)
         self._ahead: InFlightStep | None = None
         self._mark: Callable[[torch.device], Awaited] = Mark
         self._launched, self._last_read = 0, 0.0
@@ -155,6 +164,9 @@ class StepPipeline:
         if step.error is None:
             timing = StepTime(seconds=seconds, waited_s=step.waited_s)
             self._runner.overlap.note(step.sizes, timing, split=step.split)
+            if self._pace is not None:
+                decodes = len(step.plan.decodes)
+                self._pace.note(decodes, step.plan.tokens - decodes, seconds)
         self._account(step, outcomes)
         self.steps += 1
         self.overlapped_steps += step.split

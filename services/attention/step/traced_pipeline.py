@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from services.attention.batching.manager import BatchManager
+from services.attention.batching.pace import Pace
 from services.attention.sampling.sampler import Sampler
 from services.attention.sequences.plan import Outcome, StepPlan
 from services.attention.sequences.trace import SequenceTrace, SequenceTraces
@@ -99,11 +100,12 @@ class TracedPipeline(StepPipeline):
         sampler: Sampler,
         *,
         lookahead: Lookahead,
+        pace: Pace | None,
         tracer: Tracer,
         traces: SequenceTraces,
         exchange: TracedExchanges | None,
     ) -> None:
-        super().__init__(batch, inputs, runner, sampler, lookahead=lookahead)
+        super().__init__(batch, inputs, runner, sampler, lookahead=lookahead, pace=pace)
         self._tracer, self._traces, self._exchange = tracer, traces, exchange
         self._slices = StepSlices(tracer)
         self._gpu_began: dict[int, TimedMark] = {}
