@@ -8,6 +8,7 @@
     mix      ExpertFlow's mix, all requests at once: prompts of 8 to 128 tokens, answers of 1 to 128; for each budget,
              with how long steps of each kind took
     long     prompts of 8,000 tokens beside 64 streams: gaps between the streams' tokens
+    kernels  where the GPU's time goes: kernels of decode steps of 1 and of 64 rows, and of four prompts of 2,000
 
 Needs torch, triton, numpy and msgspec. Prints as it goes.
 """
@@ -45,6 +46,8 @@ BATCHES = (1, 8, 32, 128, 256, 512)
 PROMPTS = ((1, 2000), (16, 2000), (4, 8000), (1, 32_000))
 """How many prompts, of how many tokens."""
 PAST, DRAWN = 128, 128
+MOST = 24
+"""Kernels that are listed."""
 KV_TOKENS = 300_000
 Found = dict[str, Any]
 
@@ -199,6 +202,17 @@ class Bench:
                 "prompts": prompts, "p50_ms": 1e3 * gaps[len(gaps) // 2], "p99_ms": 1e3 * gaps[len(gaps) * 99 // 100],
                 "most_ms": 1e3 * gaps[-1],
             }  # fmt: skip
+
+    def kernels(self) -> Iterator[Found]:
+        for name, sizes in (("decode 1", [(PAST, 40)]), ("decode 64", [(PAST, 40)] * 64), ("4x2000", [(2000, 1)] * 4)):
+            self.timed(sizes)
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+                seconds = self.timed(sizes)
+            found = sorted(profile.key_averages(), key=lambda one: -one.self_device_time_total)
+            busy = sum(one.self_device_time_total for one in found) / 1e6
+            top = [f"{one.self_device_time_total / 1e3:.2f} ms in {one.count}: {one.key[:90]}" for one in found[:MOST]]
+            say("\n".join(top))
+            yield {"steps": name, "s": seconds, "busy_s": busy, "launches": sum(one.count for one in found)}
 
     def _gaps(self, prompts: int) -> Iterator[float]:
         streams = self.requests([(PAST, 400)] * 64)

@@ -79,9 +79,8 @@ class Sampler:
     def _sample(
         self, logits_SV: Tensor, best_S: Tensor, rows: Sequence[DrawRow], positions: Sequence[int]
     ) -> tuple[Tensor, Tensor | None]:
-        """Draw token ids [S] for these positions from logits whose largest is ``best_S``. Returns also which rows' filters are decided;
-        None:
-        all. Where ``best_S`` is not finite the token means nothing."""
+        """Draw token ids [S] for these positions from logits whose largest is ``best_S``. Returns also which rows'
+        filters are decided; None: all. Where ``best_S`` is not finite the token means nothing."""
         temperatures = [max(row.params.temperature, MIN_TEMPERATURE) for row in rows]
         temperatures_S1 = upload(np.array(temperatures, dtype=np.float32), logits_SV.device)[:, None]
         # With the largest at 0, a division by a tiny temperature can only underflow to -inf, which is never drawn.
