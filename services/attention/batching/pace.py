@@ -6,13 +6,16 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from statistics import median
 
 FEWEST_ROWS = 256
 """Rows that a step with prompts may always have: with fewer, prompts would take several times longer in all."""
 LEARNT_FROM = 256
 """Fewest rows of prompts from which the time of one is learnt. Fewer disappear in the noise."""
-SAMPLES = 15
-"""Steps by which a time is judged. A slow moment of the machine hits some of them, so the lower quartile is taken."""
+SAMPLES = 7
+"""Steps by whose median a time is judged: it tolerates three disturbed ones, and follows what changed after four."""
+MARGIN = 0.95
+"""What is aimed at, as a share of the bound: steps are not all alike."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,26 +26,28 @@ class _Times:
 
     @property
     def usual(self) -> float:
-        """The lower quartile; of nothing: 0."""
-        return sorted(self.seen)[len(self.seen) // 4] if self.seen else 0.0
+        """The median; of nothing: 0."""
+        return median(self.seen) if self.seen else 0.0
 
 
 class Pace:
     """The pace of one engine's steps.
 
     Args:
-        stretch: how many times as long as without prompts a step may take, 1 or more.
+        stretch: how many times as long as without prompts a step may take, more than 1.
     """
 
     def __init__(self, stretch: float) -> None:
-        self._stretch = stretch
+        self._stretch = max(1.0, MARGIN * stretch)
         self._decodes: dict[int, _Times] = {}
-        self._prompt_row = _Times()
+        self._beside, self._by_itself = _Times(), _Times()
+        """Seconds for a row of a prompt in steps with decodes, and in others, which are larger."""
 
     def rows(self, decodes: int) -> int | None:
         """Return how many rows of prompts may join ``decodes`` decodes; None: any number, for lack of experience or
         because nobody waits for a token."""
-        if not decodes or not (row_s := self._prompt_row.usual) or not (alone_s := self._alone_s(decodes)):
+        row_s, alone_s = self._beside.usual or self._by_itself.usual, self._alone_s(decodes)
+        if not decodes or not row_s or not alone_s:
             return None
         return max(FEWEST_ROWS, round((self._stretch - 1) * alone_s / row_s))
 
@@ -51,8 +56,8 @@ class Pace:
         if not prompt_rows:
             self._decodes.setdefault(decodes.bit_length(), _Times()).seen.append(seconds)
         elif prompt_rows >= LEARNT_FROM:
-            rest_s = seconds - (self._alone_s(decodes) if decodes else 0.0)
-            self._prompt_row.seen.append(max(rest_s, 0.0) / prompt_rows)
+            times, alone_s = (self._beside, self._alone_s(decodes)) if decodes else (self._by_itself, 0.0)
+            times.seen.append(max(seconds - alone_s, 0.0) / prompt_rows)
 
     def _alone_s(self, decodes: int) -> float:
         """Return the seconds of a step of ``decodes`` decodes, or of the largest smaller batch that was seen."""

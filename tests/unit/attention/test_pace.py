@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 from testkit.gpu.decode_bench import request
 
-from services.attention.batching.pace import FEWEST_ROWS, Pace
+from services.attention.batching.pace import FEWEST_ROWS, MARGIN, Pace
 from services.attention.step.engine import Engine
 
 MakeEngine = Callable[..., Engine[Any]]
 
 
 def learnt(*, alone_s: float = 0.010, row_s: float = 1e-5, decodes: int = 64) -> Pace:
-    pace = Pace(2.0)
+    pace = Pace(2.0 / MARGIN)
     for _ in range(20):
         pace.note(decodes, 0, alone_s)
         pace.note(decodes, 1000, alone_s + 1000 * row_s)
@@ -38,7 +38,7 @@ def test_more_decodes_leave_more_room_than_were_seen_of_fewer() -> None:
 
 
 def test_without_experience_or_streams_there_is_no_bound() -> None:
-    pace = Pace(2.0)
+    pace = Pace(2.0 / MARGIN)
     assert pace.rows(64) is None
     pace.note(64, 0, 0.010)
     assert pace.rows(64) is None, "what a row of a prompt takes is not known"
@@ -49,9 +49,19 @@ def test_without_experience_or_streams_there_is_no_bound() -> None:
     assert pace.rows(0) is None
 
 
+def test_steps_of_prompts_alone_tell_only_until_there_are_others() -> None:
+    pace = Pace(2.0 / MARGIN)
+    pace.note(64, 0, 0.010)
+    pace.note(0, 8000, 0.040)
+    assert pace.rows(64) == 2000
+    pace.note(64, 2000, 0.050)
+    pace.note(0, 8000, 0.040)
+    assert pace.rows(64) == 500
+
+
 def test_slow_moments_change_little() -> None:
     pace = learnt()
-    for _ in range(5):
+    for _ in range(3):
         pace.note(64, 0, 1.0)
         pace.note(64, 1000, 1.0)
     assert pace.rows(64) == pytest.approx(1000, rel=0.01)
@@ -59,7 +69,7 @@ def test_slow_moments_change_little() -> None:
 
 def test_what_becomes_slower_is_noticed() -> None:
     pace = learnt()
-    for _ in range(15):
+    for _ in range(4):
         pace.note(64, 1000, 0.010 + 1000 * 2e-5)
     assert pace.rows(64) == pytest.approx(500, abs=1)
 
@@ -84,4 +94,4 @@ def test_a_long_prompt_comes_in_pieces_of_that_size_beside_a_stream(make_engine:
         before = stats
     assert [rows for rows in pieces if rows] == [300, 300, 300, 100]
     assert pace._decodes, "it learns from steps"
-    assert pace._prompt_row.seen
+    assert pace._beside.seen
