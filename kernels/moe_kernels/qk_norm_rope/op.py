@@ -49,8 +49,8 @@ def qk_norm_rope_write(
     each of the first C is clamped to -clip..clip, divided by the root of its own mean square (plus eps), rounded, times
     its weight, rounded. With "projection" all query heads together, and all key heads together, are divided by the
     root of their mean square and multiplied by their weights, rounded once, and then clamped. Values are clamped.
-    Then rope(a) = a x cos + swap(a) x sin in float32, where swap exchanges the halves of a head (Su et al. 2021, eq. 34,
-    pairs (i, i + I)), rounded once.
+    Then rope(a) = a x cos + swap(a) x sin in float32, where swap exchanges the halves of a head (Su et al. 2021, eq.
+    34, pairs (i, i + I)), rounded once.
 
     Args:
         qkv_TO: float32, bfloat16 or float16, which is the dtype that is rounded to.

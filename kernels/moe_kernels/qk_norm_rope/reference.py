@@ -1,6 +1,7 @@
 """Reference of :mod:`moe_kernels.qk_norm_rope.kernel`, in the dtype of the projection but for the rotation.
 
-Queries and keys go through each op together, as the heads of one tensor. Legend: as in :mod:`moe_kernels.qk_norm_rope.op`.
+Queries and keys go through each op together, as the heads of one tensor.
+Legend: as in :mod:`moe_kernels.qk_norm_rope.op`.
 """
 
 from __future__ import annotations
