@@ -37,7 +37,7 @@ class CostlessModel:
         self.dtype, self.device = torch.float32, torch.device("cpu")
         self._planning = DenseModel.__new__(DenseModel)
         self._planning.spec, self._planning.device = spec, self.device
-        self._planning._attention_dtype = self.dtype
+        self._planning.attention_dtype = self.dtype
         self._planning._frequency_I = torch.ones(spec.head_dim // 2)
         self._x_TD = torch.zeros(rows, 1)
         self._ids_TK = torch.arange(spec.top_k).repeat(rows, 1)

@@ -17,6 +17,8 @@ N query heads, J key/value heads, C = N + J, H head dimension.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -29,6 +31,7 @@ from services.model.paged_attention import AttentionPlan, WindowPlanner, attend,
 from services.model.rope import cos_sin, inverse_frequencies
 from services.model.spec import ModelSpec
 from services.model.weights import DenseWeights, FfnWeights, LayerWeights
+from services.model.work_lists import WorkLists
 
 Added = tuple[Tensor, ...]
 """What at most two blocks add to rows and no norm has added yet."""
@@ -46,16 +49,21 @@ class DenseModel:
         self.dtype = weights.embed_VD.dtype
         self.device = weights.embed_VD.device
         self._weights = weights
-        self._attention_dtype = compute_dtype(self.dtype, self.device)
+        self.attention_dtype = compute_dtype(self.dtype, self.device)
         self._qk_norms = tuple(self._qk_norm(layer) for layer in weights.layers)
         self._frequency_I = inverse_frequencies(spec.rope, spec.head_dim).to(self.device)
+        self._work_lists: WorkLists | None = None
+        if self.device.type == "cuda":
+            self._work_lists = WorkLists(spec, dtype=self.attention_dtype, device=self.device)
 
     def plan(self, inputs: StepInputs, block_size: int) -> AttentionPlan:
         """Plan this step's attention, once for all layers. ``block_size`` is the KV cache's."""
+        if inputs.paged is None and self._work_lists is not None:
+            inputs = replace(inputs, paged=self._work_lists.of(inputs, block_size))
         planner = WindowPlanner(
             block_size=block_size,
             kv_size=self.spec.kv_size,
-            mask_dtype=self._attention_dtype,
+            mask_dtype=self.attention_dtype,
             device=self.device,
         )
         cos_T1H, sin_T1H = cos_sin(inputs.positions_T, self._frequency_I, self.spec.rope.attention_factor)
@@ -80,9 +88,9 @@ class DenseModel:
         """
         weights, window_plan = self._weights.layers[layer], plan.by_window[self.spec.layers[layer].window]
         x_TD, h_TD = self._norm(x_TD, added, weights.attention_norm_D)
-        qkv_TO = F.linear(h_TD, weights.qkv_OD, weights.qkv_bias_O).to(self._attention_dtype)
+        qkv_TO = F.linear(h_TD, weights.qkv_OD, weights.qkv_bias_O).to(self.attention_dtype)
         cache = kv.layer(layer)
-        q_TNH, k_TJH, v_TJH = qk_norm_rope_write(
+        q_TNH, own = qk_norm_rope_write(
             qkv_TO,
             plan.cos_T1H,
             plan.sin_T1H,
@@ -92,8 +100,9 @@ class DenseModel:
             weight_CH=self._qk_norms[layer],
             eps=self.spec.rms_eps,
             clip=self.spec.clip_qkv,
+            kv=window_plan.paged is None,
         )
-        out_TE = attend(window_plan, q_TNH, k_TJH, v_TJH, cache)
+        out_TE = attend(window_plan, q_TNH, own, cache)
         return x_TD, F.linear(out_TE.to(self.dtype), weights.o_DO, weights.o_bias_D)
 
     def ffn_input(self, layer: int, x_TD: Tensor, y_TD: Tensor) -> tuple[Tensor, Tensor]:
@@ -149,7 +158,7 @@ class DenseModel:
         sizes = self.spec.num_heads, self.spec.num_kv_heads
         parts = zip((weights.q_norm, weights.k_norm), sizes, strict=True)
         norms = [norm.view(-1, self.spec.head_dim).expand(heads, -1) for norm, heads in parts]
-        return torch.cat(norms).to(self._attention_dtype)
+        return torch.cat(norms).to(self.attention_dtype)
 
 
 def summed(x_TD: Tensor, added: Added) -> Tensor:

@@ -7,7 +7,7 @@ H head dimension.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,6 +15,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
+
+from moe_kernels.paged_attention.work import Work
 
 
 class PagedKV(Protocol):
@@ -81,6 +83,20 @@ class PagedRows:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PagedPieces:
+    """Sequences with any number of rows each, on the model's device; all of it may change between two runs of a CUDA
+    graph.
+
+    ``blocks_SM`` int32 has the blocks of each sequence, then anything. ``work`` has a work list for each window of the
+    model's layers. ``live`` bool ``[T]``: which rows are of a sequence; None: all.
+    """
+
+    blocks_SM: Tensor
+    work: Mapping[int | None, Work]
+    live: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StepInputs:
     """One step. All tensors are int64 on the model's device; rows are in the order of ``decodes`` and ``sequences``.
 
@@ -93,7 +109,7 @@ class StepInputs:
     sequences: tuple[SequenceRows, ...]
     logits_rows_R: Tensor
     decodes: DecodeRows | None = None
-    paged: PagedRows | None = None
+    paged: PagedRows | PagedPieces | None = None
 
     @property
     def sizes(self) -> list[tuple[int, int]]:

@@ -1,6 +1,10 @@
 """Attention over the paged KV cache. A step's sequences become index tensors and masks, once for all layers; then each
 layer's queries, keys and values come in, and the attention output of each row goes out.
 
+Where a step is ``paged``, as all steps on a GPU are, one kernel takes all rows: ``paged_decode`` where each sequence
+has one, ``paged_attention`` by work lists where some have more (:mod:`services.model.work_lists`). Elsewhere torch
+computes it.
+
 Decode rows (one new token) of sequences of similar length share one call: a group is padded to its longest sequence by
 reading blocks of each sequence again. A prompt piece is a call of its own.
 Legend: T rows of the step, N query heads, K key/value heads, G = N / K queries per key head, H head dimension,
@@ -18,10 +22,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from moe_kernels.paged_attention.op import paged_attention
 from moe_kernels.paged_decode.op import paged_decode
-from services.model.inputs import DecodeRows, PagedRows, SequenceRows, StepInputs
+from services.model.inputs import DecodeRows, PagedPieces, PagedRows, SequenceRows, StepInputs
 from services.model.transfer import upload
 
+KeysValues = tuple[Tensor, Tensor]
 _CALL_COST_ELEMENTS = 65_536
 """Cost of one more attention call, in key elements read: about 60 us on a CPU core at 1 ns each."""
 
@@ -57,7 +63,7 @@ class WindowPlan:
 
     decode: tuple[DecodeGroup, ...]
     prompts: tuple[PromptPiece, ...]
-    paged: PagedRows | None = None
+    paged: PagedRows | PagedPieces | None = None
     window: int | None = None
 
 
@@ -176,22 +182,17 @@ def compute_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "cpu" else dtype
 
 
-def write_kv(cache: tuple[Tensor, Tensor], slots_T: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> None:
-    """Put the step's keys and values into their slots."""
-    for cache_NBKH, new_TKH in zip(cache, (k_TKH, v_TKH), strict=True):
-        cache_SE = cache_NBKH.view(-1, new_TKH.shape[1] * new_TKH.shape[2])
-        cache_SE.index_copy_(0, slots_T, new_TKH.flatten(1).to(cache_SE.dtype))
-
-
-def attend(plan: WindowPlan, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, cache: tuple[Tensor, Tensor]) -> Tensor:
+def attend(plan: WindowPlan, q_TNH: Tensor, own: KeysValues | None, cache: KeysValues) -> Tensor:
     """Return the attention output ``out_TE`` with E = N x H, in ``q``'s dtype.
 
     Args:
-        k_TKH, v_TKH: the step's own keys and values, which are already in ``cache``, too.
+        own: the step's keys and values ``[T, K, H]``, which are already in ``cache``, too; not needed if it is paged.
         cache: ``(k_NBKH, v_NBKH)`` of the layer.
     """
-    if plan.paged is not None:
-        paged = plan.paged
+    paged = plan.paged
+    if isinstance(paged, PagedPieces):
+        return paged_attention(q_TNH, *cache, paged.blocks_SM, paged.work[plan.window]).flatten(1)
+    if paged is not None:
         return paged_decode(q_TNH, *cache, paged.blocks_BM, paged.kv_len_B, window=plan.window).flatten(1)
     if len(plan.decode) == 1 and plan.decode[0].rows_B is None:
         return _decode(plan.decode[0], q_TNH, cache)
@@ -201,7 +202,8 @@ def attend(plan: WindowPlan, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, cache:
         out_TE.index_copy_(0, group.rows_B, _decode(group, q_TNH.index_select(0, group.rows_B), cache))
     for piece in plan.prompts:
         rows = slice(piece.start, piece.start + piece.length)
-        out_TE[rows] = _prompt(piece, q_TNH[rows], k_TKH[rows], v_TKH[rows], cache)
+        assert own is not None
+        out_TE[rows] = _prompt(piece, q_TNH[rows], own[0][rows], own[1][rows], cache)
     return out_TE
 
 

@@ -174,7 +174,7 @@ def test_memory_for_sums_of_parts_is_bounded_by_the_gpu() -> None:
 
 def test_items_of_prompts_are_as_many_as_tiles() -> None:
     words = Planner(H200, rows=32_768, sequences=1, positions=32_768).plan([32_768], [32_768])
-    assert words[:2].tolist() == [32_768 // 16, 0]
+    assert words[:2].tolist() == [32_768 // 8, 0]
 
 
 @pytest.mark.parametrize(

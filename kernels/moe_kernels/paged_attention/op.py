@@ -27,8 +27,9 @@ from moe_kernels.arguments import (
 )
 from moe_kernels.paged_attention.work import Work
 
-EVERYTHING = 2**31 - 1
-"""A window that hides nothing."""
+EVERYTHING = 2**30
+"""A window that hides nothing: as long as a sequence can be. A position less this one is still an int32, also one of a
+row of no sequence, which is negative."""
 _INSTEAD = "call it under torch.no_grad() or inference_mode()"
 
 

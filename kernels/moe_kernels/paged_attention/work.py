@@ -22,10 +22,14 @@ class Work:
     window: int | None
 
     @classmethod
+    def of(cls, planner: Planner, words_W: Tensor) -> Work:
+        """The words that ``planner`` made, on the device of the queries."""
+        return cls(words_W=words_W, room=planner.room, tiling=planner.tiling, window=planner.window)
+
+    @classmethod
     def empty(cls, planner: Planner, device: torch.device | str) -> Work:
         """No items at all: rows come out as they were in memory until it is filled."""
-        words_W = torch.zeros(planner.room.words, dtype=torch.int32, device=device)
-        return cls(words_W=words_W, room=planner.room, tiling=planner.tiling, window=planner.window)
+        return cls.of(planner, torch.zeros(planner.room.words, dtype=torch.int32, device=device))
 
     def fill(self, words_W: Tensor) -> Work:
         """Take over the words of a step, from any device (pinned memory: without waiting). Returns itself."""

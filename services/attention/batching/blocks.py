@@ -181,9 +181,9 @@ def reserve(pool: BlockPool, running: Sequence[SequenceState]) -> int:
 
 
 class HeldBack:
-    """Keeps the blocks of ended sequences while a step that was launched ahead still computes a row of each.
+    """Keeps the blocks of ended sequences while a step that was launched ahead still computes rows of each.
 
-    Such a row writes the KV of its token into a block that the sequence held alone, as it did every block that is not
+    Such rows write the KV of their tokens into blocks that the sequence held alone, as it did every block that is not
     full. The blocks go back to ``pool`` only when that step is completed: until then no other sequence may get them or
     find them by name, and a failure of the step still has to zero them. At most one step is ahead at a time.
     """
@@ -204,8 +204,8 @@ class HeldBack:
             self._ahead = StepPlan()
 
     def release(self, state: SequenceState) -> None:
-        """Release the blocks of ``state``, which has ended: now, or when the step ahead with its row is done."""
-        if state in self._ahead.decodes:
+        """Release the blocks of ``state``, which has ended: now, or when the step ahead with its rows is done."""
+        if state in self._ahead.states:
             self._blocks[state] = state.blocks
         else:
             self._pool.release(state.blocks)

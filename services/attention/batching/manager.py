@@ -136,28 +136,46 @@ class BatchManager:
         return StepPlan(decodes=self._decodes, prompts=tuple(prompts))
 
     def plan_ahead(self, plan: StepPlan) -> StepPlan | None:
-        """Plan the step after ``plan``, which is in flight: each sequence one token further, whatever ``plan`` draws.
+        """Plan the step after ``plan``, which is in flight: what decodes goes one token further, whatever ``plan``
+        draws, prompts go on behind the pieces that ``plan`` has of them, and requests that wait are admitted.
 
-        Sequences that ``max_tokens`` ends in ``plan`` are left out. Returns None where more may have to be done: the
-        rest of a prompt, its scores, an admission, a deadline, a preemption. The caller then completes ``plan`` and
-        after it the step that is returned here, or gives that to :meth:`abandon`.
+        Sequences that ``max_tokens`` ends in ``plan`` are left out. Returns None where more may have to be done: scores
+        of a prompt, a deadline, a preemption. The caller then completes ``plan`` and after it the step that is returned
+        here, or gives that to :meth:`abandon`.
         """
-        read_first = any(piece.scored or not piece.draws for piece in plan.prompts)
-        if read_first or self._clock() >= self._next_deadline_ms:
+        if any(piece.scored for piece in plan.prompts) or self._clock() >= self._next_deadline_ms:
             return None
         alive = plan.decodes if plan.decodes is self._decodes else tuple(one for one in plan.decodes if one.blocks)
-        alive += tuple(piece.state for piece in plan.prompts)
-        goes_on = tuple(state for state in alive if len(state.token_ids) + 1 < state.limit)
-        may_admit = self._waiting and len(goes_on) < self._limits.max_num_seqs
-        if not goes_on or len(alive) < len(self._running) or may_admit or not make_room(self.pool, goes_on, 1):
+        drew = tuple(piece.state for piece in plan.prompts if piece.draws and piece.state.blocks)
+        goes_on = tuple(state for state in alive + drew if len(state.token_ids) + 1 < state.limit)
+        budget = self._limits.max_num_batched_tokens
+        beside = len(self._running) - len(alive) - len(drew)  # sequences that prefill, if none decodes
+        if beside != sum(state.prefilling for state in self._running) - sum(state.prefilling for state in drew):
             return None
-        ahead = StepPlan(decodes=goes_on if plan.prompts or len(goes_on) < len(plan.decodes) else plan.decodes)
+        if len(goes_on) > budget or not make_room(self.pool, goes_on, 1):
+            return None
+        prompts = self._pieces_ahead(plan, budget - len(goes_on)) if beside or self._waiting else []
+        if not goes_on and not prompts:
+            return None
+        same = len(goes_on) == len(plan.decodes) and not drew
+        ahead = StepPlan(decodes=plan.decodes if same else goes_on, prompts=tuple(prompts))
         self._held_back.launched(ahead)
         return ahead
 
+    def _pieces_ahead(self, plan: StepPlan, budget: int) -> list[Piece]:
+        """Return pieces of at most ``budget`` tokens for the step after ``plan``."""
+        ends, pieces = {piece.state: piece.end for piece in plan.prompts}, list[Piece]()
+        for state in self._running:
+            start = ends.get(state, state.computed)
+            if budget > 0 and state.prefilling and start < len(state.token_ids):
+                pieces.append(Piece.of(state, budget, start))
+                budget -= pieces[-1].length
+        self._admit(pieces, budget)
+        return pieces
+
     def abandon(self, plan: StepPlan) -> None:
         """Drop ``plan``, which was launched ahead and has left nothing behind. No sequence may have ended since."""
-        assert all(state.blocks for state in plan.decodes)
+        assert all(state.blocks for state in plan.states)
         self._held_back.completing(plan)
 
     def complete(self, plan: StepPlan, outcomes: Sequence[Outcome]) -> list[int]:
@@ -166,7 +184,7 @@ class BatchManager:
         decodes = len(plan.decodes)
         to_zero = self._complete_decodes(plan.decodes, outcomes[:decodes])
         for piece, outcome in zip(plan.prompts, outcomes[decodes:], strict=True):
-            if outcome.error is not None:
+            if outcome.error is not None or not piece.state.blocks:
                 to_zero += self._fail(piece.state, outcome.error)
             else:
                 self._advance(piece, outcome)

@@ -32,12 +32,12 @@ class Edits:
 
         Args:
             history: earlier tokens of the rows that look back, in their order; None if no row does.
-            ahead: how many tokens ``history`` has beyond those that ``rows`` know.
+            ahead: of how many of ``rows``, the first ones, ``history`` has a token that they do not know.
         """
         asking = [(number, row) for number, row in enumerate(rows) if row.may_edit]
         back = [each for each in asking if each[1].looks_back]
         biases = self._biases.of([each for each in asking if each[1].params.logit_bias])
-        bans = self._bans.of([each for each in asking if each[1].bans_stop(ahead)])
+        bans = self._bans.of([each for each in asking if each[1].bans_stop(each[0] < ahead)])
         if not back and biases is None and bans is None:
             return logits_RV
         edited_RV = logits_RV.clone(memory_format=torch.contiguous_format)

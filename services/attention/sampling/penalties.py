@@ -34,14 +34,14 @@ class Penalties:
 
     Args:
         history: earlier tokens of the rows ``back``.
-        ahead: how many tokens ``history`` has beyond those that the rows know.
+        ahead: of how many rows of the step, the first ones, ``history`` has a token that they do not know.
     """
 
     def __init__(self, logits_RV: Tensor, back: Sequence[Numbered], history: History, ahead: int) -> None:
         self._flat, self._vocab_size, self._history = logits_RV.view(-1), logits_RV.shape[1], history
         self._begin_E = np.array([number for number, _ in back]) * self._vocab_size
         self._prompt_E = np.array([row.prompt_len for _, row in back])
-        self._end_E = np.array([len(row.token_ids) + ahead for _, row in back])
+        self._end_E = np.array([len(row.token_ids) + (number < ahead) for number, row in back])
         asked = [row.params for _, row in back]
         self._repetition_E = np.array([params.repetition_penalty for params in asked])
         self._presence_E = np.array([params.presence_penalty for params in asked])

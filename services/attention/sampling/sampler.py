@@ -52,14 +52,17 @@ class Sampler:
 
         Args:
             history: earlier tokens of the rows that look back, in their order; None if no row does.
-            ahead: how many tokens ``history`` has beyond those that ``rows`` know.
+            ahead: of how many of ``rows``, the first ones, ``history`` has a token that they do not know.
         """
         edited_RV = self._edits.of(logits_RV, rows, history, ahead)
         best_R, tokens_R = edited_RV.max(dim=-1)  # NaN counts as the largest, and the first of equals wins
         sampled, decided_S = [index for index, row in enumerate(rows) if row.samples], None
         if sampled:
             chosen_S, decided_S = self._sample(
-                _pick(edited_RV, sampled), _pick(best_R, sampled), [rows[index] for index in sampled], ahead
+                _pick(edited_RV, sampled),
+                _pick(best_R, sampled),
+                [rows[index] for index in sampled],
+                [len(rows[index].token_ids) + (index < ahead) for index in sampled],
             )
             tokens_R = _put(tokens_R, sampled, chosen_S)
         asked = [index for index, row in enumerate(rows) if row.params.logprobs is not None]
@@ -74,9 +77,9 @@ class Sampler:
         )
 
     def _sample(
-        self, logits_SV: Tensor, best_S: Tensor, rows: Sequence[DrawRow], ahead: int
+        self, logits_SV: Tensor, best_S: Tensor, rows: Sequence[DrawRow], positions: Sequence[int]
     ) -> tuple[Tensor, Tensor | None]:
-        """Draw token ids [S] from logits whose largest is ``best_S``. Returns also which rows' filters are decided;
+        """Draw token ids [S] for these positions from logits whose largest is ``best_S``. Returns also which rows' filters are decided;
         None:
         all. Where ``best_S`` is not finite the token means nothing."""
         temperatures = [max(row.params.temperature, MIN_TEMPERATURE) for row in rows]
@@ -87,7 +90,7 @@ class Sampler:
             widths = [width(row.params, self._widths_of(row)) for row in rows]
             floors_S, decided_S = thresholds(scaled_SV, [row.params for row in rows], widths)
             scaled_SV.masked_fill_(scaled_SV < floors_S[:, None], -torch.inf)
-        keys = draw_keys([row.key for row in rows], [len(row.token_ids) + ahead for row in rows])
+        keys = draw_keys([row.key for row in rows], positions)
         return scaled_SV.add_(self._noise.rows(keys)).argmax(dim=-1), decided_S
 
     def _widths_of(self, row: DrawRow) -> Sequence[int]:

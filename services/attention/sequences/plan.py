@@ -44,9 +44,10 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True):
         return self.start + self.length
 
     @classmethod
-    def of(cls, state: SequenceState, budget: int) -> Piece:
-        """Return the next tokens of ``state`` to compute, at most ``budget``."""
-        start = state.computed
+    def of(cls, state: SequenceState, budget: int, start: int | None = None) -> Piece:
+        """Return the next tokens of ``state`` to compute, at most ``budget``; from ``start`` on if those before it are
+        in flight."""
+        start = state.computed if start is None else start
         length = min(len(state.token_ids) - start, budget)
         scored = range(0)
         if state.scored is not None:
@@ -67,6 +68,11 @@ class StepPlan:
     def drawing(self) -> list[SequenceState]:
         """The sequences that draw a token, in the order of their rows."""
         return [*self.decodes, *(piece.state for piece in self.prompts if piece.draws)]
+
+    @property
+    def states(self) -> list[SequenceState]:
+        """All sequences, in the order of their rows."""
+        return [*self.decodes, *(piece.state for piece in self.prompts)]
 
     @property
     def sequences(self) -> int:

@@ -106,13 +106,20 @@ def build(
     engine = Engine(
         model=model,
         link=link,
-        options=engine_options(settings, served.capacity, lookahead="off" if settings.enforce_eager else "replayed"),
+        options=engine_options(settings, served.capacity, lookahead=_lookahead(settings, device)),
         clock=clock,
         overlap=overlap,
         capture=CudaCapture(device) if device.type == "cuda" and not settings.enforce_eager else None,
         tracing=None if tracer is None else EngineTracing(tracer, remote),
     )
     return Built(served=served, engine=engine, link=link, remote=remote, sharing=sharing, load_s=load_s)
+
+
+def _lookahead(settings: Settings, device: torch.device) -> Lookahead:
+    """Return after which steps the next one is launched early: all where no step waits for the host."""
+    if settings.enforce_eager:
+        return "off"
+    return "all" if settings.layout == "local" and device.type == "cuda" else "replayed"
 
 
 def served_model(settings: Settings, *, rank: int | None = None) -> ServedModel:

@@ -1,9 +1,9 @@
 """Runs steps as CUDA graphs: the whole forward pass, from embedding to the last layer, in one launch.
 
-There is a graph for each number of rows that steps are rounded up to, and for each key of the link (see
-:meth:`services.fabric.link.ExpertLink.graph_key`). Rows, lengths, blocks and seats are data on the device, so the same
-graph serves any sequences and any expert workers. Rows of short prompts join those that decode, each like a sequence of
-its own. Steps that suit no graph (long prompts, two micro-batches, exchanges by the host) are left to the caller.
+There is a graph for each number of rows that steps are rounded up to, for steps of decodes alone and for steps with
+pieces of prompts, and for each key of the link (see :meth:`services.fabric.link.ExpertLink.graph_key`). Rows, lengths,
+blocks and seats are data on the device, so the same graph serves any sequences and any expert workers. Steps that suit
+no graph (very many rows, two micro-batches, exchanges by the host) are left to the caller.
 Legend: T rows of the step, D hidden size.
 """
 
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -21,20 +20,18 @@ import torch
 from torch import Tensor
 
 from services.attention.kv_cache import KVCache
-from services.attention.step.fixed_inputs import FixedInputs, row_buckets
+from services.attention.step.fixed_inputs import FixedDecodes, FixedInputs, FixedPieces, Shape
 from services.attention.step.forward import forward
 from services.errors import ConfigError
 from services.fabric.link import ExpertLink
 from services.model.dense import DenseModel
 from services.model.inputs import StepInputs
+from services.model.work_lists import WorkLists
 from services.runtime.collecting import no_collection
 
 HandleT = TypeVar("HandleT")
-MAX_ROWS = 512
-"""Most rows of a graph. The GPU is the bottleneck of larger steps anyway."""
-MAX_READ_BYTES = 4 << 30
-"""Most bytes of keys and values that a step's prompts may read in a layer, on average. In a graph each row reads all
-that it sees; without one all rows of a prompt read it once. Above this limit an H200 loses more than a graph saves."""
+MAX_ROWS = 2048
+"""Most rows of a graph. Launches of larger steps take less time than the GPU does."""
 
 log = logging.getLogger(__name__)
 
@@ -84,6 +81,7 @@ class StepGraphs(Generic[HandleT]):
 
     Args:
         max_rows: most rows of a step.
+        max_seqs: most sequences of a step.
         max_len: most positions of a sequence.
     """
 
@@ -95,21 +93,23 @@ class StepGraphs(Generic[HandleT]):
         *,
         capture: Capture,
         max_rows: int,
+        max_seqs: int,
         max_len: int,
     ) -> None:
         self._model, self._link, self._kv, self._capture = model, link, kv, capture
-        self._buckets = row_buckets(min(max_rows, MAX_ROWS))
-        blocks = min(kv.num_blocks, max_len // kv.block_size + 1)  # a step launched ahead is one position further
-        self._inputs = FixedInputs(
-            self._buckets[-1], blocks, block_size=kv.block_size, spare_slot=kv.spare_slot, device=model.device
+        most, device = min(max_rows, MAX_ROWS), model.device
+        shape = Shape(
+            # a step launched ahead is one position further
+            blocks=min(kv.num_blocks, max_len // kv.block_size + 1),
+            block_size=kv.block_size,
+            spare_slot=kv.spare_slot,
         )
-        self._windows = Counter(layer.window for layer in model.spec.layers)
-        self._position_bytes = 2 * model.spec.kv_size * model.dtype.itemsize
-        self._x_TD = torch.zeros(
-            self._buckets[-1], model.spec.hidden_size, dtype=model.dtype, device=model.device
-        )  # fmt: skip
-        self._graphs: dict[tuple[int, Hashable], Callable[[], None]] = {}
-        self._missed = 0
+        lists = WorkLists(model.spec, dtype=model.attention_dtype, device=device)
+        self._decodes = FixedDecodes(min(most, max_seqs), shape, device)
+        self._pieces = FixedPieces(most, max_seqs, shape, lists, device)
+        self._x_TD = torch.zeros(most, model.spec.hidden_size, dtype=model.dtype, device=device)
+        self._graphs: dict[tuple[FixedInputs, int, Hashable], Callable[[], None]] = {}
+        self._missed: tuple[FixedInputs, int] | None = None
         self._broken = False
         self.captures = 0
         self.steps = 0
@@ -122,9 +122,10 @@ class StepGraphs(Generic[HandleT]):
             ConfigError: this device, or its memory, does not allow it.
         """
         began = time.monotonic()
-        for number, rows in enumerate(reversed(self._buckets), start=1):  # the largest first: it sizes the pool
+        kinds = [(kind, rows) for kind in (self._pieces, self._decodes) for rows in reversed(kind.buckets)]
+        for number, (kind, rows) in enumerate(kinds, start=1):  # the largest first: it sizes the pool
             try:
-                if not self._capture_rows(rows):
+                if not self._capture_rows(kind, rows):
                     continue
             except Exception as error:
                 reason = next(iter(str(error).splitlines()), type(error).__name__)
@@ -134,24 +135,16 @@ class StepGraphs(Generic[HandleT]):
                     "--max-num-batched-tokens.",
                 ) from error
             log.info(
-                "captured CUDA graphs for %d of %d step sizes in %.1f s",
-                number,
-                len(self._buckets),
-                time.monotonic() - began,
+                "captured CUDA graphs for %d of %d step sizes in %.1f s", number, len(kinds), time.monotonic() - began
             )
-        log.info("captured %d CUDA graphs for %d step sizes", self.captures, len(self._buckets))
+        log.info("captured %d CUDA graphs for %d step sizes", self.captures, len(kinds))
 
     def suit(self, inputs: StepInputs) -> bool:
         """Return whether a graph is the right way for ``inputs``, if the link allows one."""
-        if len(inputs.token_ids_T) > self._buckets[-1]:
-            return False
-        pieces = [(rows.kv_len - rows.length, rows.kv_len) for rows in inputs.sequences]
-        read = sum(
-            layers * _positions_read(start, end, window)
-            for start, end in pieces
-            for window, layers in self._windows.items()
-        )
-        return read * self._position_bytes <= MAX_READ_BYTES * self._model.spec.num_layers
+        return len(inputs.token_ids_T) <= self._kind(inputs).buckets[-1]
+
+    def _kind(self, inputs: StepInputs) -> FixedInputs:
+        return self._pieces if inputs.sequences else self._decodes
 
     def replayed(self, micro_batches: Sequence[StepInputs]) -> Tensor | None:
         """Run the step that the link has begun, by its graph. Returns ``x_TD``, a copy; None if there is no such graph.
@@ -165,47 +158,38 @@ class StepGraphs(Generic[HandleT]):
         key, count = self._link.graph_key(), len(inputs.token_ids_T)
         if key is None:
             return None
-        rows = next(size for size in self._buckets if size >= count)
-        graph = self._graphs.get((rows, key))
+        kind = self._kind(inputs)
+        rows = next(size for size in kind.buckets if size >= count)
+        graph = self._graphs.get((kind, rows, key))
         if graph is None:
-            self._missed = rows
+            self._missed = kind, rows
             return None
-        self._inputs.fill(inputs, rows)
+        kind.fill(inputs, rows)
         graph()
         self.steps += 1
         return self._x_TD[:count].clone()
 
     def capture_missing(self) -> None:
         """Capture the graph that the last step lacked, for later steps. Call it between steps."""
-        rows, self._missed = self._missed, 0
-        if not rows or self._broken:
+        missed, self._missed = self._missed, None
+        if missed is None or self._broken:
             return
+        kind, rows = missed
         try:
-            self._capture_rows(rows)
+            self._capture_rows(kind, rows)
         except Exception:  # the steps' boundary: they go on without
             self._broken = True
             log.exception("cannot capture a step of %d rows as a CUDA graph; no new graphs will be captured", rows)
 
-    def _capture_rows(self, rows: int) -> bool:
+    def _capture_rows(self, kind: FixedInputs, rows: int) -> bool:
         """Capture a graph of ``rows`` if there is none and the link allows one. Returns whether there is one."""
         with torch.inference_mode(), self._link.capture_context(rows) as key:
-            if key is None or (rows, key) in self._graphs:
+            if key is None or (kind, rows, key) in self._graphs:
                 return key is not None
-            self._inputs.clear(0, rows)
-            self._graphs[rows, key] = self._capture(partial(self._forward, rows))
+            kind.clear(rows)
+            self._graphs[kind, rows, key] = self._capture(partial(self._forward, kind, rows))
             self.captures += 1
             return True
 
-    def _forward(self, rows: int) -> None:
-        self._x_TD[:rows].copy_(forward(self._model, self._link, self._kv, (self._inputs.of(rows),)))
-
-
-def _positions_read(start: int, end: int, window: int | None) -> int:
-    """Return how many positions the rows at ``start .. end`` of a sequence read in a layer with that window.
-
-    >>> _positions_read(0, 4, None), _positions_read(0, 4, 2), _positions_read(5, 7, 2)
-    (10, 7, 4)
-    """
-    grows = end if window is None else min(max(start, window), end)
-    rest = 0 if window is None else (end - grows) * window
-    return (grows - start) * (start + 1 + grows) // 2 + rest
+    def _forward(self, kind: FixedInputs, rows: int) -> None:
+        self._x_TD[:rows].copy_(forward(self._model, self._link, self._kv, (kind.of(rows),)))

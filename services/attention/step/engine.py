@@ -109,6 +109,7 @@ class Engine(Generic[HandleT]):
                 self._kv,
                 capture=capture,
                 max_rows=options.max_num_batched_tokens,
+                max_seqs=options.max_num_seqs,
                 max_len=max_model_len,
             )
         self._inputs = Flattener(options.block_size, model.device)

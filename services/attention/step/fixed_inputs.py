@@ -1,35 +1,48 @@
 """Keeps a step's inputs at fixed addresses, for CUDA graphs to read.
 
-A graph takes every row, also of a prompt, as a sequence that sees its blocks up to the row's position.
-Legend: T rows of the step, M blocks of a sequence, at most.
+Graphs of decodes take each row as a sequence by itself; graphs of pieces take sequences with any number of rows, by
+work lists (:mod:`services.model.work_lists`). No method waits for the device.
+Legend: T rows of the step, S sequences, M blocks of a sequence, at most, W words of a work list.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from services.model.inputs import PagedRows, StepInputs
-from services.model.transfer import upload
+from moe_kernels.paged_attention.work import Work
+from services.model.inputs import PagedPieces, PagedRows, StepInputs
+from services.model.work_lists import Planners, WorkLists, sequences_of
+
+_FEWEST_ROWS = 8
+"""Fewest rows that graphs of pieces are made for: steps of fewer are as fast."""
 
 
-class FixedInputs:
-    """Tensors for up to ``rows`` rows of sequences of up to ``blocks`` blocks. No method waits for the device.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shape:
+    """Most blocks of a sequence, tokens of a block, and the slot of the KV cache for rows of no sequence."""
 
-    Args:
-        spare_slot: slot of the KV cache for rows of no sequence.
-    """
+    blocks: int
+    block_size: int
+    spare_slot: int
 
-    def __init__(self, rows: int, blocks: int, *, block_size: int, spare_slot: int, device: torch.device) -> None:
-        self._block_size, self._spare_slot = block_size, spare_slot
-        self._device, self._pinned = device, device.type == "cuda"
+
+class FixedInputs(ABC):
+    """The inputs of steps of one kind. ``buckets``: the numbers of rows that graphs are made for, ascending."""
+
+    def __init__(self, buckets: Sequence[int], shape: Shape, device: torch.device) -> None:
+        self.buckets = buckets
+        self._shape, self._device, self._pinned = shape, device, device.type == "cuda"
+        rows = buckets[-1]
         self._token_ids_T, self._positions_T, self._slots_T = (
             torch.zeros(rows, dtype=torch.int64, device=device) for _ in range(3)
         )
-        self._kv_len_T = torch.zeros(rows, dtype=torch.int32, device=device)
-        self._blocks_TM = torch.zeros(rows, blocks, dtype=torch.int32, device=device)
-        self.clear(0, rows)
 
     def of(self, rows: int) -> StepInputs:
         """Return the first ``rows`` rows, as views."""
@@ -39,11 +52,11 @@ class FixedInputs:
             slots_T=self._slots_T[:rows],
             sequences=(),
             logits_rows_R=self._positions_T[:0],
-            paged=PagedRows(kv_len_B=self._kv_len_T[:rows], blocks_BM=self._blocks_TM[:rows]),
+            paged=self._paged(rows),
         )
 
     def fill(self, inputs: StepInputs, rows: int) -> None:
-        """Copy the rows of ``inputs``, and clear those after them up to ``rows``."""
+        """Copy the rows of ``inputs``. Those after them, up to ``rows``, are of no sequence."""
         count = len(inputs.token_ids_T)
         for fixed_T, step_T in (
             (self._token_ids_T, inputs.token_ids_T),
@@ -51,46 +64,96 @@ class FixedInputs:
             (self._slots_T, inputs.slots_T),
         ):
             fixed_T[:count].copy_(step_T, non_blocking=True)
-        torch.add(self._positions_T[:count], 1, out=self._kv_len_T[:count])
-        blocks_TM = self._block_rows(inputs)
-        self._blocks_TM[:count, : blocks_TM.shape[1]].copy_(blocks_TM, non_blocking=True)
-        if count < rows:
-            self.clear(count, rows)
+        self._fill(inputs, count, rows)
+        self._clear_rows(count, rows)
 
-    def _block_rows(self, inputs: StepInputs) -> Tensor:
-        """Return the blocks of each row, as many as any row needs; on the host where all rows are decodes."""
-        decodes, pieces = inputs.decodes, inputs.sequences
-        lengths = [rows.kv_len for rows in pieces]
-        if decodes is not None:
-            lengths.append(int(decodes.kv_len_B.max()))
-        first, width = len(decodes or ()), -(-max(lengths) // self._block_size)
-        staged_SM = torch.empty(first + len(pieces), width, dtype=torch.int32, pin_memory=self._pinned)
-        table_SM = staged_SM.numpy()
-        if decodes is not None:
-            blocks_BM = decodes.blocks_BM[:, :width]
-            table_SM[:first, : blocks_BM.shape[1]] = blocks_BM
-        for number, rows in enumerate(pieces, start=first):
-            used = -(-rows.kv_len // self._block_size)
-            table_SM[number, :used] = rows.blocks[:used]
-        if not pieces:
-            return staged_SM
-        of_row_T = np.repeat(np.arange(len(table_SM)), [1] * first + [rows.length for rows in pieces])
-        return staged_SM.to(self._device, non_blocking=True)[upload(of_row_T, self._device)]
+    def clear(self, rows: int) -> None:
+        """Make ``rows`` rows of no sequence: they see nothing, and nobody reads what they write."""
+        self._fill(None, 0, rows)
+        self._clear_rows(0, rows)
 
-    def clear(self, first: int, rows: int) -> None:
-        """Make ``first .. rows`` rows of no sequence: they see nothing, and nobody reads what they write."""
-        self._kv_len_T[first:rows].zero_()
-        self._token_ids_T[first:rows].zero_()
-        self._slots_T[first:rows].fill_(self._spare_slot)
+    def _clear_rows(self, first: int, rows: int) -> None:
+        if first < rows:
+            self._token_ids_T[first:rows].zero_()
+            self._slots_T[first:rows].fill_(self._shape.spare_slot)
+
+    def _write(self, fixed_SM: Tensor, table_SM: NDArray[np.int32]) -> None:
+        """Copy ``table_SM`` into the first rows and columns of ``fixed_SM``."""
+        staged_SM = torch.empty(table_SM.shape, dtype=torch.int32, pin_memory=self._pinned)
+        staged_SM.numpy()[:] = table_SM
+        fixed_SM[: table_SM.shape[0], : table_SM.shape[1]].copy_(staged_SM, non_blocking=True)
+
+    @abstractmethod
+    def _paged(self, rows: int) -> PagedRows | PagedPieces: ...
+
+    @abstractmethod
+    def _fill(self, inputs: StepInputs | None, count: int, rows: int) -> None:
+        """Copy what attention reads of ``inputs`` with ``count`` rows; None: there are no sequences."""
+
+
+class FixedDecodes(FixedInputs):
+    """Inputs of steps of at most ``most`` rows, whose sequences have one row each."""
+
+    def __init__(self, most: int, shape: Shape, device: torch.device) -> None:
+        super().__init__(row_buckets(most), shape, device)
+        self._kv_len_T = torch.zeros(most, dtype=torch.int32, device=device)
+        self._blocks_TM = torch.zeros(most, shape.blocks, dtype=torch.int32, device=device)
+
+    def _paged(self, rows: int) -> PagedRows:
+        return PagedRows(kv_len_B=self._kv_len_T[:rows], blocks_BM=self._blocks_TM[:rows])
+
+    def _fill(self, inputs: StepInputs | None, count: int, rows: int) -> None:
+        if inputs is not None:
+            torch.add(self._positions_T[:count], 1, out=self._kv_len_T[:count])
+            self._write(self._blocks_TM, sequences_of(inputs, self._shape.block_size)[2])
+        self._kv_len_T[count:rows].zero_()
+
+
+class FixedPieces(FixedInputs):
+    """Inputs of steps of at most ``most`` rows of at most ``sequences`` sequences.
+
+    Args:
+        lists: makes the planners of work lists.
+    """
+
+    def __init__(self, most: int, sequences: int, shape: Shape, lists: WorkLists, device: torch.device) -> None:
+        buckets = row_buckets(most)
+        super().__init__([rows for rows in buckets if rows >= _FEWEST_ROWS] or [most], shape, device)
+        self._blocks_SM = torch.zeros(min(most, sequences), shape.blocks, dtype=torch.int32, device=device)
+        self._live_T = torch.zeros(most, dtype=torch.bool, device=device)
+        self._planners: dict[int, Planners] = {
+            rows: lists.planners(rows=rows, sequences=min(rows, sequences), positions=shape.blocks * shape.block_size)
+            for rows in self.buckets
+        }
+        self._work = {
+            rows: {window: Work.empty(planner, device) for window, planner in planners.items()}
+            for rows, planners in self._planners.items()
+        }
+
+    def _paged(self, rows: int) -> PagedPieces:
+        return PagedPieces(blocks_SM=self._blocks_SM, work=self._work[rows], live=self._live_T[:rows])
+
+    def _fill(self, inputs: StepInputs | None, count: int, rows: int) -> None:
+        rows_S = kv_len_S = np.empty(0, dtype=np.int64)
+        if inputs is not None:
+            rows_S, kv_len_S, table_SM = sequences_of(inputs, self._shape.block_size)
+            self._write(self._blocks_SM, table_SM)
+        for window, planner in self._planners[rows].items():
+            words_W = torch.from_numpy(planner.plan(rows_S, kv_len_S))
+            self._work[rows][window].fill(words_W.pin_memory() if self._pinned else words_W)
+        self._live_T[:count].fill_(True)
+        self._live_T[count:rows].fill_(False)
 
 
 def row_buckets(max_rows: int) -> list[int]:
-    """Return the numbers of rows that graphs are made for: doubling up to 16, then growing by a quarter to a half.
+    """Return the numbers of rows that graphs are made for: doubling up to 16, then growing by a quarter to a half, and
+    from 512 on, where more rows take longer, by an eighth to a quarter.
 
-    >>> row_buckets(40)
-    [1, 2, 4, 8, 16, 24, 32, 40]
+    >>> row_buckets(40), row_buckets(1030)[-5:]
+    ([1, 2, 4, 8, 16, 24, 32, 40], [640, 768, 896, 1024, 1030])
     """
     sizes = [1, 2, 4, 8]
     while sizes[-1] < max_rows:
-        sizes.append(sizes[-1] + (1 << (sizes[-1].bit_length() - 2)) if sizes[-1] >= 16 else 2 * sizes[-1])
+        parts = 2 if sizes[-1] < 512 else 3  # of the power of two
+        sizes.append(2 * sizes[-1] if sizes[-1] < 16 else sizes[-1] + (1 << (sizes[-1].bit_length() - parts)))
     return [size for size in sizes if size < max_rows] + [max_rows]

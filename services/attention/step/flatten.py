@@ -9,7 +9,7 @@ Legend: T rows of the step, R rows whose logits are wanted, B decoding sequences
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from msgspec import structs
 from numpy.typing import NDArray
 from torch import Tensor
 
-from services.attention.sequences.plan import Piece, StepPlan
+from services.attention.sequences.plan import StepPlan
 from services.attention.sequences.sequence import SequenceState
 from services.model.inputs import DecodeRows, SequenceRows, StepInputs
 from services.model.transfer import upload
@@ -43,27 +43,31 @@ class Flattener:
         """
         states, size = plan.decodes, self._block_size
         token_ids = [] if after_B is not None else [state.token_ids[-1] for state in states]
+        first = len(states)
         position_B = self._positions(states, ahead=after_B is not None)
         blocks_BM = self._table.rows(states, position_B)
         slot_B = blocks_BM[np.arange(len(states)), position_B // size] * size + position_B % size
-        positions, slots = list[int](), list[int]()
+        position_parts, slot_parts = [position_B], [slot_B]
         sequences: list[SequenceRows] = []
         draws, scores = list(range(len(states))) if plan.prompts else [], list[int]()
         for piece in plan.prompts:
-            first = len(token_ids)
             blocks = piece.state.blocks
             sequences.append(SequenceRows(start=first, length=piece.length, kv_len=piece.end, blocks=blocks))
             token_ids += piece.state.token_ids[piece.start : piece.end]
-            positions += range(piece.start, piece.end)
-            slots += _slots(piece, size)
+            position_W = np.arange(piece.start, piece.end)
+            position_parts.append(position_W)
+            slot_parts.append(_slots(blocks, position_W, size))
             if piece.draws:
                 draws.append(first + piece.length - 1)
             scores += (first + position - 1 - piece.start for position in piece.scored)
-        position_T, slot_T = _joined(position_B, positions), _joined(slot_B, slots)
+            first += piece.length
+        position_T, slot_T = _joined(position_parts), _joined(slot_parts)
         if after_B is None:
             token_ids_T, positions_T, slots_T = self._tensors(_array(token_ids), position_T, slot_T)
         else:
             token_ids_T, (positions_T, slots_T) = after_B, self._tensors(position_T, slot_T)
+            if token_ids:
+                token_ids_T = torch.cat((after_B, upload(_array(token_ids), self._device)))
         return StepInputs(
             token_ids_T=token_ids_T,
             positions_T=positions_T,
@@ -98,14 +102,15 @@ def _array(values: Sequence[int]) -> NDArray[np.int64]:
     return np.frombuffer(array("q", values), dtype=np.int64) if values else np.empty(0, dtype=np.int64)
 
 
-def _joined(values_B: NDArray[np.int64], more: Sequence[int]) -> NDArray[np.int64]:
-    return np.concatenate((values_B, _array(more))) if more else values_B
+def _joined(parts: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
+    return np.concatenate(parts) if len(parts) > 1 else parts[0]
 
 
-def _slots(piece: Piece, block_size: int) -> Iterator[int]:
-    blocks = piece.state.blocks
-    for position in range(piece.start, piece.end):
-        yield blocks[position // block_size] * block_size + position % block_size
+def _slots(blocks: Sequence[int], position_W: NDArray[np.int64], block_size: int) -> NDArray[np.int64]:
+    """Return the slots of positions, which ascend, of a sequence with ``blocks``."""
+    column_W = position_W // block_size
+    used = _array(blocks[column_W[0] : column_W[-1] + 1])
+    return used[column_W - column_W[0]] * block_size + position_W % block_size
 
 
 _SLACK = 16

@@ -49,7 +49,7 @@ def _layers(model: DenseModel, link: ExpertLink[HandleT], kv: PagedKV, inputs: S
     kv.write_tokens(inputs.slots_T, inputs.token_ids_T)
     x_TD = model.embed(inputs.token_ids_T)
     added: Added = ()
-    kept = {} if inputs.paged is None else {"keep_T": inputs.paged.live}
+    kept = {} if inputs.paged is None or inputs.paged.live is None else {"keep_T": inputs.paged.live}
     for layer, layer_spec in enumerate(model.spec.layers):
         x_TD, y_TD = model.attention(layer, x_TD, added, plan, kv)
         x_TD, h_TD = model.ffn_input(layer, x_TD, y_TD)

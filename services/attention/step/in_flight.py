@@ -81,11 +81,13 @@ class InFlightStep:
         return self.last_hidden.outcomes(model)
 
     def tokens_for(self, plan: StepPlan) -> Tensor:
-        """Return the tokens on the device that this step, whose prompts all draw, draws for the decodes of ``plan``."""
+        """Return the tokens on the device that this step draws for the decodes of ``plan``, which follows it."""
         assert self.last_hidden is not None
+        if not plan.decodes:
+            return self.last_hidden.inputs.token_ids_T[:0]
         assert self.last_hidden.drawn is not None
         tokens_B = self.last_hidden.drawn.tokens_R
-        if plan.decodes is self.plan.decodes:
+        if plan.decodes is self.plan.decodes:  # then no prompt of this step draws
             return tokens_B
         row_of = {state: row for row, state in enumerate(self.plan.drawing)}
         return tokens_B[upload(np.array([row_of[state] for state in plan.decodes]), tokens_B.device)]

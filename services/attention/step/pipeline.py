@@ -1,7 +1,7 @@
 """The order of steps: each is planned, launched, read and accounted for.
 
-With lookahead, decode step N+1 is launched while step N runs: its input tokens are on the device already. The host then
-reads step N without stalling the device. Rows of sequences that ended in N are discarded
+With lookahead, step N+1 is launched while step N runs: the tokens that its decodes take in are on the device already.
+The host then reads step N without stalling the device. Rows of sequences that ended in N are discarded
 (:class:`services.attention.batching.blocks.HeldBack` keeps them harmless). If N failed or had to draw again, N+1 is
 discarded and planned again. At most one step is launched ahead; two are in flight only within
 :meth:`StepPipeline.step`.
@@ -104,7 +104,7 @@ class StepPipeline:
             with step.noting():  # the exchanges of ``step`` have to end before others begin
                 self._finish(step)
             if step.error is None and step.last_hidden is last_hidden:
-                self._run(ahead, ahead=1)
+                self._run(ahead, ahead=len(plan.decodes))
         if ahead.last_hidden is None or ahead.error is not None:
             if ahead.error is not None and not isinstance(ahead.error, RequestError):
                 logger.warning("a step launched ahead failed; planning it again", exc_info=ahead.error)
@@ -116,7 +116,7 @@ class StepPipeline:
         """Launch all layers and the draws. Running a step again is safe: KV slots are overwritten, draws are keyed.
 
         Args:
-            ahead: how many tokens of the inputs the sequences do not know yet.
+            ahead: how many sequences, the first ones, have a token in the inputs that they do not know yet.
         """
         assert step.inputs is not None
         waited_s = self._runner.waited_s
@@ -185,7 +185,7 @@ class StepPipeline:
         return [outcome for alone in plan.one_by_one() for outcome in self._alone(alone)]
 
     def _alone(self, plan: StepPlan) -> list[Outcome]:
-        ended = any(not state.blocks for state in plan.decodes)
+        ended = any(not state.blocks for state in plan.states)
         return [Outcome(error=_step_failed())] if ended else self._outcomes(self._launch(plan))
 
     def _discard_ahead(self) -> None:

@@ -20,11 +20,13 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from moe_kernels.exchange import reference as exchange
 from moe_kernels.experts import reference as experts
+from moe_kernels.paged_attention import reference as paged_attention
 from moe_kernels.paged_decode import reference as paged_decode
 
 KERNELS = (
     (InterpretedFunction, "run"),
     (experts, "fused_moe"),
+    (paged_attention, "launch"),
     (paged_decode, "launch"),
     *((exchange, name) for name in ("send_rows", "take_rows", "send_answers", "sum_answers")),
 )

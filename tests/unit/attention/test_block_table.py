@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from services.attention.sequences.sequence import SequenceState
-from services.attention.step.fixed_inputs import FixedInputs
+from services.attention.step.fixed_inputs import FixedDecodes, Shape
 from services.attention.step.flatten import BlockTable
 from services.model.inputs import DecodeRows, StepInputs
 
@@ -37,7 +37,7 @@ def test_rows_follow_their_sequences_and_the_width_goes_back() -> None:
 
 
 def test_a_graphs_inputs_take_the_columns_that_are_read() -> None:
-    fixed = FixedInputs(4, 8, block_size=4, spare_slot=32, device=torch.device("cpu"))
+    fixed = FixedDecodes(4, Shape(blocks=8, block_size=4, spare_slot=32), torch.device("cpu"))
     paged: Any = fixed.of(4).paged
     paged.blocks_BM.fill_(99)
     ones_T = torch.ones(2, dtype=torch.int64)

@@ -20,8 +20,6 @@ from services.attention.step.fixed_inputs import row_buckets
 from services.attention.step.overlap import OverlapPolicy
 from services.errors import ConfigError
 from services.fabric.local import LocalLink
-from services.model.dense import DenseModel
-from services.model.spec import LayerSpec
 
 POCKET = Path(__file__).parents[3] / "examples/pocket-moe"
 PROMPTS = [[5, 9, 11], [3], [7] * 14, [2, 4, 6, 8, 10], [90, 80, 70, 60, 50, 40, 30]]
@@ -76,12 +74,13 @@ def with_window(tiny: Any, folder: Path) -> Any:
 def test_tokens_are_the_oracles(sequences: int, tiny: Any, make_engine: MakeEngine) -> None:
     engine = make_engine(capture=record, max_num_seqs=6)
     engine.prepare()
-    assert engine.stats().graphs == len(row_buckets(64)), "for as many rows as a step has"
+    graphs = len(row_buckets(6)) + len([rows for rows in row_buckets(64) if rows >= 8])
+    assert engine.stats().graphs == graphs, "for as many decodes as there are sequences, and as many rows as a step has"
     prompts = PROMPTS[:sequences]
     assert tokens(engine, prompts) == [tiny.greedy(prompt, 9) for prompt in prompts]
     stats = engine.stats()
     assert stats.graph_steps == stats.steps > 0
-    assert stats.graphs == len(row_buckets(64))
+    assert stats.graphs == graphs
 
 
 @pytest.mark.parametrize("budget", [1, 4, 7])
@@ -97,46 +96,31 @@ def test_chunks_of_prompts_together_with_decodes(budget: int, tiny: Any, make_en
     assert (stats.prefill_chunks > 0) == (budget < 14)
 
 
-def test_a_prompt_with_much_to_read_is_not_for_graphs(
+def test_steps_of_more_rows_than_any_graph_run_without(
     monkeypatch: pytest.MonkeyPatch, tiny: Any, make_engine: MakeEngine
 ) -> None:
-    """Of fourteen tokens and of seven, in steps of eight: 1 + ... + 8 positions are read by the first, by the second
-    9 + ... + 14 and 1 + 2, by the third 3 + ... + 7. Decodes always suit."""
-    position_bytes, prompts = 2 * 16 * 4, [PROMPTS[2], PROMPTS[4]]
-    for most, eagerly in ((72, 0), (71, 1), (36, 1), (35, 2), (25, 2), (24, 3)):
-        monkeypatch.setattr("services.attention.step.cuda_graphs.MAX_READ_BYTES", most * position_bytes)
-        engine = make_engine(capture=record, max_num_batched_tokens=8)
+    """Prompts of fourteen tokens and of seven, in steps of at most sixteen rows: 14 + 2, then 5 beside a decode."""
+    prompts = [PROMPTS[2], PROMPTS[4]]
+    for most, eagerly in ((16, 0), (15, 1), (6, 1), (5, 2)):
+        monkeypatch.setattr("services.attention.step.cuda_graphs.MAX_ROWS", most)
+        engine = make_engine(capture=record, max_num_batched_tokens=16)
         engine.prepare()
         assert tokens(engine, prompts) == [tiny.greedy(prompt, 9) for prompt in prompts]
         assert engine.stats().steps - engine.stats().graph_steps == eagerly, most
 
 
-def test_a_prompt_reads_no_more_than_its_window(
-    monkeypatch: pytest.MonkeyPatch, tiny: Any, make_engine: MakeEngine, tmp_path: Path
-) -> None:
-    """Fourteen rows: 105 positions in the first layer, 1 + 2 + 3 + 4 + 10 x 5 in the two that have one."""
-    windowed = with_window(tiny, tmp_path).dense()
-    spec = replace(windowed.spec, layers=(LayerSpec(kind="moe"), *windowed.spec.layers[1:]))
-    for most, eagerly in ((225, 0), (224, 1)):
-        monkeypatch.setattr("services.attention.step.cuda_graphs.MAX_READ_BYTES", most * 2 * 16 * 4 / 3)
-        engine = make_engine(model=DenseModel(spec, windowed._weights), capture=record)
-        engine.prepare()
-        tokens(engine, [PROMPTS[2]])
-        assert engine.stats().steps - engine.stats().graph_steps == eagerly
-
-
-@pytest.mark.parametrize(("mode", "most", "split"), [("on", 1 << 30, 7), ("auto", 1 << 30, 0), ("auto", 0, 1)])
+@pytest.mark.parametrize(("mode", "most", "split"), [("on", 2048, 7), ("auto", 2048, 0), ("auto", 3, 1)])
 def test_what_suits_a_graph_is_split_only_where_the_policy_insists(
     monkeypatch: pytest.MonkeyPatch, tiny: Any, make_engine: MakeEngine, mode: Any, most: int, split: int
 ) -> None:
     """It would like to split every step. Of a prompt alone, which comes first, it cannot."""
+    monkeypatch.setattr("services.attention.step.cuda_graphs.MAX_ROWS", most)
     policy = OverlapPolicy(mode)
     engine = make_engine(capture=record, overlap=policy)
     engine.prepare()
     tokens(engine, PROMPTS[:1], 1)
     assert engine.stats().graph_steps == 1
     policy.cut = lambda sequences: 1 if len(sequences) > 1 else None  # type: ignore[method-assign]
-    monkeypatch.setattr("services.attention.step.cuda_graphs.MAX_READ_BYTES", most)
     assert tokens(engine, PROMPTS[:2], 7) == [tiny.greedy(prompt, 7) for prompt in PROMPTS[:2]]
     stats = engine.stats()
     assert (stats.overlapped_steps, stats.steps - stats.graph_steps) == (split, split)
@@ -181,7 +165,7 @@ def test_rows_of_nobody_are_counted_nowhere_and_touch_nothing(make_engine: MakeE
     graphs.prepare()
     for prompts in (PROMPTS, PROMPTS[:3]):
         assert tokens(eager, prompts) == tokens(graphs, prompts)
-    inputs = graphs._graphs._inputs.of(4)  # type: ignore[union-attr]
+    inputs = graphs._graphs._decodes.of(4)  # type: ignore[union-attr]
     assert inputs.token_ids_T[:3].all()
     assert not inputs.token_ids_T[3], "it may be one that is not a number"
     assert eager._runner.link._link.expert_rows() == graphs._runner.link._link.expert_rows()  # type: ignore[attr-defined]
@@ -214,14 +198,14 @@ def test_a_new_key_is_captured_once_after_a_step_without(tiny: Any, make_engine:
     link = keyed(tiny)
     engine = make_engine(link=link, capture=record, max_num_batched_tokens=1)
     engine.prepare()
-    assert (link.captured, engine.stats().graphs) == (1, 1)
-    for key, captured in (("two", 2), ("one", 2), ("two", 2), (None, 2)):
+    assert (link.captured, engine.stats().graphs) == (2, 2), "of a decode, and of a piece"
+    for key, captured in (("two", 4), ("one", 4), ("two", 4), (None, 4)):
         link.key = key
         before = engine.stats().graph_steps
         assert tokens(engine, PROMPTS[:1]) == [tiny.greedy(PROMPTS[0], 9)]
         assert engine.stats().graphs == captured
         assert (engine.stats().graph_steps > before) == (key is not None)
-    assert link.captured == 2
+    assert link.captured == 4
 
 
 def test_links_without_a_key_have_no_graphs(make_engine: MakeEngine, tiny: Any) -> None:
@@ -248,7 +232,7 @@ def test_larger_steps_than_any_graph_run_without(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("services.attention.step.cuda_graphs.MAX_ROWS", 2)
     engine = make_engine(capture=record)
     engine.prepare()
-    assert engine.stats().graphs == 2
+    assert engine.stats().graphs == 3, "of one and two decodes, and of two rows"
     tokens(engine)
     assert engine.stats().graph_steps == 0
 
@@ -275,7 +259,7 @@ def test_no_memory_for_graphs_is_an_error_at_the_start(make_engine: MakeEngine) 
     def full(_work: Callable[[], None]) -> Callable[[], None]:
         raise RuntimeError("CUDA out of memory\nand so on")
 
-    with pytest.raises(ConfigError, match=r"512 rows cannot be captured as a CUDA graph: CUDA out of memory\. Start"):
+    with pytest.raises(ConfigError, match=r"600 rows cannot be captured as a CUDA graph: CUDA out of memory\. Start"):
         make_engine(capture=full, max_num_batched_tokens=600).prepare()
 
 

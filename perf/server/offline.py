@@ -1,0 +1,252 @@
+"""The engine by itself on one GPU, over random weights of real shapes: decode, prefill, ExpertFlow's mix, by budgets.
+
+    PYTHONPATH=.:kernels:tests python3 -m perf.server.offline [olmoe qwen3-30b] [--parts decode,prefill,mix,long]
+        [--budgets 512 8192] [--seqs 512] [--requests 2560] [--json FILE]
+
+    decode   ms of a step by batch, 128 tokens of past
+    prefill  tokens a second of prompts alone
+    mix      ExpertFlow's mix, all requests at once: prompts of 8 to 128 tokens, answers of 1 to 128; for each budget,
+             with how long steps of each kind took
+    long     prompts of 8,000 tokens beside 64 streams: gaps between the streams' tokens
+
+Needs torch, triton, numpy and msgspec. Prints as it goes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import random
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from perf.kit.stand_ins import fill_in
+
+fill_in()
+
+import torch  # noqa: E402
+from testkit.gpu import decode_bench as kit  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from services.attention.step.cuda_graphs import CudaCapture  # noqa: E402
+from services.messages import GenerateRequest  # noqa: E402
+from services.model.dense import DenseModel  # noqa: E402
+from services.model.experts import ExpertShard, ExpertWeights  # noqa: E402
+from services.model.spec import ModelSpec, RopeSpec, RouterSpec  # noqa: E402
+
+BATCHES = (1, 8, 32, 128, 256, 512)
+PROMPTS = ((1, 2000), (16, 2000), (4, 8000), (1, 32_000))
+"""How many prompts, of how many tokens."""
+PAST, DRAWN = 128, 128
+KV_TOKENS = 300_000
+Found = dict[str, Any]
+
+
+def olmoe() -> ModelSpec:
+    """OLMoE-1B-7B's shapes, with room for longer prompts."""
+    return replace(
+        kit.qwen3_30b(16), family="olmoe", vocab_size=50_304, num_heads=16, num_kv_heads=16, qk_norm="projection",
+        rope=RopeSpec(theta=1e4), num_experts=64, expert_ffn=1024, router=RouterSpec(renormalise=False),
+        tie_embeddings=False, rms_eps=1e-5,
+    )  # fmt: skip
+
+
+def mixtral() -> ModelSpec:
+    """Mixtral-8x7B's shapes."""
+    return replace(
+        kit.qwen3_30b(32), family="mixtral", vocab_size=32_000, hidden_size=4096, num_kv_heads=8, qk_norm="none",
+        num_experts=8, top_k=2, expert_ffn=14_336, tie_embeddings=False, rms_eps=1e-5,
+    )  # fmt: skip
+
+
+MODELS = {"olmoe": olmoe, "qwen3-30b": lambda: replace(kit.qwen3_30b(48), tie_embeddings=False), "mixtral": mixtral}
+
+
+def parts_of(spec: ModelSpec, device: torch.device) -> kit.Parts:
+    with torch.inference_mode():
+        dense = kit.random_dense(spec, device, torch.bfloat16)
+        if spec.qk_norm != "head":
+            weights = dense._weights
+            norms = (_ones(spec, spec.q_size, device), _ones(spec, spec.kv_size, device))
+            layers = tuple(replace(layer, q_norm=norms[0], k_norm=norms[1]) for layer in weights.layers)
+            dense = DenseModel(spec, replace(weights, layers=layers))
+        return kit.Parts(dense, ExpertShard(_experts(spec, device), num_experts=spec.num_experts))
+
+
+def _ones(spec: ModelSpec, size: int, device: torch.device) -> Tensor | None:
+    return torch.ones(size, dtype=torch.bfloat16, device=device) if spec.qk_norm == "projection" else None
+
+
+def _experts(spec: ModelSpec, device: torch.device) -> dict[int, ExpertWeights]:
+    made = {}
+    for layer in spec.moe_layers:
+        generator = torch.Generator(device).manual_seed(layer)
+        up, down = (
+            torch.empty(spec.num_experts, *size, dtype=torch.bfloat16, device=device)
+            .normal_(generator=generator)
+            .mul_(size[1] ** -0.5)
+            for size in ((2 * spec.expert_ffn, spec.hidden_size), (spec.hidden_size, spec.expert_ffn))
+        )
+        made[layer] = ExpertWeights(expert_ids=tuple(range(spec.num_experts)), w_gate_up_E2FD=up, w_down_EDF=down)
+    return made
+
+
+@dataclass
+class Bench:
+    """``rng`` draws the prompts' tokens."""
+
+    name: str
+    spec: ModelSpec
+    parts: kit.Parts
+    options: argparse.Namespace
+    rng: random.Random
+    engine: Any = None
+    budget: int = 0
+    count: int = 0
+
+    def start(self, budget: int, seqs: int) -> None:
+        """Replace the engine."""
+        self.engine, self.budget = None, budget
+        gc.collect()
+        torch.cuda.empty_cache()
+        began = time.perf_counter()
+        self.engine = self.parts.engine(
+            CudaCapture(torch.device("cuda:0")),
+            max_num_seqs=seqs,
+            max_num_batched_tokens=budget,
+            max_model_len=33_000,
+            prefix_cache=False,
+            kv_blocks=KV_TOKENS // 16,
+            lookahead="all",
+        )
+        self.engine.prepare()
+        say(
+            f"{self.name} budget {budget}: {self.engine.stats().graphs} graphs in {time.perf_counter() - began:.1f} s, "
+            f"{torch.cuda.memory_reserved() / 2**30:.1f} GiB"
+        )
+
+    def requests(self, sizes: Sequence[tuple[int, int]]) -> list[GenerateRequest]:
+        made = []
+        for prompt, drawn in sizes:
+            self.count += 1
+            tokens = [self.rng.randrange(10, self.spec.vocab_size - 10) for _ in range(prompt)]
+            made.append(kit.request(f"r{self.count}", tokens, drawn))
+        return made
+
+    def timed(self, sizes: Sequence[tuple[int, int]]) -> float:
+        requests = self.requests(sizes)
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        kit.run(self.engine, requests)
+        torch.cuda.synchronize()
+        return time.perf_counter() - began
+
+    def decode(self) -> Iterator[Found]:
+        for batch in BATCHES:
+            if batch <= self.options.seqs:
+                self.timed([(PAST, 8)] * batch)
+                few = min(self.timed([(PAST, 8)] * batch) for _ in range(2))
+                many = min(self.timed([(PAST, 8 + DRAWN)] * batch) for _ in range(2))
+                yield {"batch": batch, "ms": (many - few) / DRAWN * 1e3}
+
+    def prefill(self) -> Iterator[Found]:
+        for count, length in PROMPTS:
+            self.timed([(length, 1)] * count)
+            seconds = min(self.timed([(length, 1)] * count) for _ in range(2))
+            yield {"prompts": f"{count}x{length}", "s": seconds, "tokens_s": count * length / seconds}
+
+    def mix(self) -> Iterator[Found]:
+        self._mixed(128)
+        yield {"seqs": self.options.seqs} | self._mixed(self.options.requests)
+
+    def _mixed(self, count: int) -> Found:
+        engine, draw = self.engine, random.Random(0)
+        sizes = [(draw.randint(8, 128), draw.randint(1, 128)) for _ in range(count)]
+        for request in self.requests(sizes):
+            engine.add(request)
+        kinds: dict[str, list[float]] = defaultdict(list)
+        rows: dict[str, int] = defaultdict(int)
+        began = last = time.perf_counter()
+        before = engine.stats()
+        while engine.has_work:
+            engine.step()
+            now, stats = time.perf_counter(), engine.stats()
+            kind = "graph" if stats.graph_steps > before.graph_steps else "eager"
+            kind += " prompts" if stats.prefill_tokens > before.prefill_tokens else " decodes"
+            kind += " ahead" if stats.steps_ahead > before.steps_ahead else ""
+            kinds[kind].append(now - last)
+            rows[kind] += stats.step_tokens
+            last, before = now, stats
+        steps = {
+            kind: f"{len(times)} steps {sum(times):.2f} s p50 {1e3 * statistics.median(times):.2f} ms, "
+            f"{rows[kind] / len(times):.0f} rows"
+            for kind, times in sorted(kinds.items())
+        }
+        return {"s": last - began, "requests_s": count / (last - began), "steps": steps}
+
+    def long(self) -> Iterator[Found]:
+        for prompts in (0, 3):
+            gaps = sorted(self._gaps(prompts))
+            yield {
+                "prompts": prompts, "p50_ms": 1e3 * gaps[len(gaps) // 2], "p99_ms": 1e3 * gaps[len(gaps) * 99 // 100],
+                "most_ms": 1e3 * gaps[-1],
+            }  # fmt: skip
+
+    def _gaps(self, prompts: int) -> Iterator[float]:
+        streams = self.requests([(PAST, 400)] * 64)
+        seen: dict[str, float] = {}
+        for one in streams:
+            self.engine.add(one)
+        names, at = {one.id for one in streams}, 0
+        while self.engine.has_work:
+            at += 1
+            if prompts and at in (100, 110, 120):
+                self.engine.add(self.requests([(8000, 1)])[0])
+            for event in self.engine.step():
+                now = time.perf_counter()
+                if event.request_id in names and event.token_id is not None:
+                    if event.request_id in seen and at > 20:
+                        yield now - seen[event.request_id]
+                    seen[event.request_id] = now
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", default=["olmoe", "qwen3-30b"], choices=MODELS)
+    parser.add_argument("--parts", default="decode,prefill,mix,long")
+    parser.add_argument("--budgets", type=int, nargs="+", default=[512, 8192])
+    parser.add_argument("--seqs", type=int, default=512)
+    parser.add_argument("--requests", type=int, default=2560)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(argv)
+    found: list[Found] = []
+    for name in options.models:
+        spec = MODELS[name]()
+        bench = Bench(name, spec, parts_of(spec, torch.device("cuda:0")), options, random.Random(0))
+        for budget in options.budgets:
+            bench.start(budget, options.seqs)
+            for part in options.parts.split(","):
+                for row in getattr(bench, part)():
+                    found.append({"model": name, "budget": budget, "part": part} | row)
+                    say(json.dumps(found[-1]))
+        del bench
+        gc.collect()
+        torch.cuda.empty_cache()
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
