@@ -20,7 +20,7 @@ from services.attention.step import runner
 from services.attention.step.engine import Engine, EngineOptions
 from services.fabric.link import SynchronousLink
 from services.messages import GenerateRequest, SamplingParams
-from services.model.dense import DenseModel
+from services.model.dense import Added, DenseModel
 from services.model.inputs import PagedKV, StepInputs
 from services.model.paged_attention import AttentionPlan
 from services.model.spec import ModelSpec
@@ -50,11 +50,13 @@ class CostlessModel:
     def embed(self, token_ids_T: Tensor) -> Tensor:
         return self._x_TD[: len(token_ids_T)]
 
-    def attention(self, _layer: int, x_TD: Tensor, _plan: AttentionPlan, _kv: PagedKV) -> Tensor:
-        return x_TD
+    def attention(
+        self, _layer: int, x_TD: Tensor, _added: Added, _plan: AttentionPlan, _kv: PagedKV
+    ) -> tuple[Tensor, Tensor]:
+        return x_TD, x_TD
 
-    def ffn_input(self, _layer: int, x_TD: Tensor) -> Tensor:
-        return x_TD
+    def ffn_input(self, _layer: int, x_TD: Tensor, _y_TD: Tensor) -> tuple[Tensor, Tensor]:
+        return x_TD, x_TD
 
     def route(self, _layer: int, h_TD: Tensor) -> tuple[Tensor, Tensor]:
         return self._ids_TK[: len(h_TD)], self._weights_TK[: len(h_TD)]

@@ -3,14 +3,14 @@
 The loop over the layers, and the exchange with the experts inside it, belong to the attention worker:
 
     plan = model.plan(inputs, block_size)
-    x_TD = model.embed(inputs.token_ids_T)
+    x_TD, added = model.embed(inputs.token_ids_T), ()
     for layer, kind in enumerate(spec.layers):
-        x_TD = model.attention(layer, x_TD, plan, kv)
-        h_TD = model.ffn_input(layer, x_TD)
-        ...                                            # dense_ffn, or route, dispatch, shared_expert, combine
-        x_TD = x_TD + y_TD
-    logits_RV = model.logits(x_TD[inputs.logits_rows_R])
+        x_TD, y_TD = model.attention(layer, x_TD, added, plan, kv)
+        x_TD, h_TD = model.ffn_input(layer, x_TD, y_TD)
+        added = ...                                    # of dense_ffn, or of combine and shared_expert
+    logits_RV = model.logits(summed(x_TD, added)[inputs.logits_rows_R])
 
+What a block adds to the rows travels beside them, for the norm that follows adds it in passing.
 Legend: T rows of the step, R rows whose logits are wanted, D hidden size, V vocabulary, K experts chosen per row,
 N query heads, J key/value heads, C = N + J, H head dimension.
 """
@@ -24,12 +24,17 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moe_kernels import route
+from moe_kernels.add_rms_norm.op import add_rms_norm
+from moe_kernels.qk_norm_rope.op import qk_norm_rope_write
 from services.model.inputs import PagedKV, StepInputs
-from services.model.paged_attention import AttentionPlan, WindowPlanner, attend, compute_dtype, write_kv
-from services.model.rope import cos_sin, inverse_frequencies, rotate
+from services.model.paged_attention import AttentionPlan, WindowPlanner, attend, compute_dtype
+from services.model.rope import cos_sin, inverse_frequencies
 from services.model.spec import ModelSpec
 from services.model.weights import DenseWeights, FfnWeights, LayerWeights
 from services.model.work_lists import WorkLists
+
+Added = tuple[Tensor, ...]
+"""What at most two blocks add to rows and no norm has added yet."""
 
 
 class DenseModel:
@@ -74,19 +79,35 @@ class DenseModel:
         """Return the rows ``x_TD`` that run through the layers."""
         return F.embedding(token_ids_T, self._weights.embed_VD)
 
-    def attention(self, layer: int, x_TD: Tensor, plan: AttentionPlan, kv: PagedKV) -> Tensor:
-        """Add the attention of layer ``layer`` to ``x_TD``. Writes the step's keys and values of it into ``kv``."""
-        weights = self._weights.layers[layer]
-        h_TD = self._norm(x_TD, weights.attention_norm_D)
-        q_TNH, k_TJH, v_TJH = self._project(layer, h_TD, plan)
-        cache = kv.layer(layer)
-        write_kv(cache, plan.slots_T, k_TJH, v_TJH)
-        out_TE = attend(plan.by_window[self.spec.layers[layer].window], q_TNH, k_TJH, v_TJH, cache)
-        return x_TD + F.linear(out_TE.to(self.dtype), weights.o_DO, weights.o_bias_D)
+    def attention(
+        self, layer: int, x_TD: Tensor, added: Added, plan: AttentionPlan, kv: PagedKV
+    ) -> tuple[Tensor, Tensor]:
+        """Return the rows with ``added``, and what the attention of layer ``layer`` adds to them.
 
-    def ffn_input(self, layer: int, x_TD: Tensor) -> Tensor:
-        """Return the normalised rows ``h_TD``, which router, experts and dense networks read."""
-        return self._norm(x_TD, self._weights.layers[layer].ffn_norm_D)
+        Writes the step's keys and values of the layer into ``kv``.
+        """
+        weights, window_plan = self._weights.layers[layer], plan.by_window[self.spec.layers[layer].window]
+        x_TD, h_TD = self._norm(x_TD, added, weights.attention_norm_D)
+        qkv_TO = F.linear(h_TD, weights.qkv_OD, weights.qkv_bias_O).to(self.attention_dtype)
+        cache = kv.layer(layer)
+        q_TNH, own = qk_norm_rope_write(
+            qkv_TO,
+            plan.cos_T1H,
+            plan.sin_T1H,
+            *cache,
+            plan.slots_T,
+            norm="projection" if self.spec.qk_norm == "projection" else "head",
+            weight_CH=self._qk_norms[layer],
+            eps=self.spec.rms_eps,
+            clip=self.spec.clip_qkv,
+            kv=window_plan.paged is None,
+        )
+        out_TE = attend(window_plan, q_TNH, own, cache)
+        return x_TD, F.linear(out_TE.to(self.dtype), weights.o_DO, weights.o_bias_D)
+
+    def ffn_input(self, layer: int, x_TD: Tensor, y_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the rows with ``y_TD``, and normalised as router, experts and dense networks read them."""
+        return self._norm(x_TD, (y_TD,), self._weights.layers[layer].ffn_norm_D)
 
     def route(self, layer: int, h_TD: Tensor, keep_T: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return ``expert_ids_TK`` int64 and ``weights_TK`` float32 of a layer with experts.
@@ -123,47 +144,26 @@ class DenseModel:
 
     def logits(self, x_RD: Tensor) -> Tensor:
         """Return the logits ``logits_RV``, float32, of rows after the last layer."""
-        return F.linear(self._norm(x_RD, self._weights.norm_D), self._weights.lm_head_VD).float()
+        _, h_RD = self._norm(x_RD, (), self._weights.norm_D)
+        return F.linear(h_RD, self._weights.lm_head_VD).float()
 
-    def _norm(self, x_TD: Tensor, weight_D: Tensor) -> Tensor:
-        return F.rms_norm(x_TD, weight_D.shape, weight_D, self.spec.rms_eps)
-
-    def _project(self, layer: int, h_TD: Tensor, plan: AttentionPlan) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries and keys, normalised and rotated, and values, in the dtype of attention.
-
-        Queries and keys go through each op together, as the heads of one tensor.
-        """
-        spec, weights = self.spec, self._weights.layers[layer]
-        qkv_TO = F.linear(h_TD, weights.qkv_OD, weights.qkv_bias_O).to(self.attention_dtype)
-        qk_TO, v_TO = qkv_TO.split_with_sizes((spec.q_size + spec.kv_size, spec.kv_size), dim=1)
-        rows, qk_norm = h_TD.shape[0], self._qk_norms[layer]
-        if spec.qk_norm == "projection":
-            assert qk_norm is not None
-            qk_TO = self._norm_projections(qk_TO, qk_norm)
-        if spec.clip_qkv is not None:
-            qk_TO, v_TO = (part.clamp(-spec.clip_qkv, spec.clip_qkv) for part in (qk_TO, v_TO))
-        qk_TCH = qk_TO.view(rows, spec.num_heads + spec.num_kv_heads, spec.head_dim)
-        if spec.qk_norm == "head":
-            assert qk_norm is not None
-            qk_TCH = F.rms_norm(qk_TCH, (spec.head_dim,), None, spec.rms_eps) * qk_norm
-        qk_TCH = rotate(qk_TCH, plan.cos_T1H, plan.sin_T1H).to(self.attention_dtype)
-        q_TNH, k_TJH = qk_TCH.split_with_sizes((spec.num_heads, spec.num_kv_heads), dim=1)
-        return q_TNH, k_TJH, v_TO.view(rows, spec.num_kv_heads, spec.head_dim)
+    def _norm(self, x_TD: Tensor, added: Added, weight_D: Tensor) -> tuple[Tensor, Tensor]:
+        y_TD, z_TD = [*added, None, None][:2]
+        return add_rms_norm(x_TD, y_TD, weight_D, self.spec.rms_eps, z_TD=z_TD)
 
     def _qk_norm(self, weights: LayerWeights) -> Tensor | None:
-        """Return both norms' weights as :meth:`_project` needs them: ``[C, H]`` per head, ``[O]`` per projection."""
+        """Return the weights of both norms, ``[C, H]``: one per head, or parts of those of a whole projection."""
         if weights.q_norm is None or weights.k_norm is None:
             return None
-        q_norm, k_norm = weights.q_norm, weights.k_norm
-        if self.spec.qk_norm == "head":
-            q_norm, k_norm = q_norm.expand(self.spec.num_heads, -1), k_norm.expand(self.spec.num_kv_heads, -1)
-        return torch.cat((q_norm, k_norm)).to(self.attention_dtype)
+        sizes = self.spec.num_heads, self.spec.num_kv_heads
+        parts = zip((weights.q_norm, weights.k_norm), sizes, strict=True)
+        norms = [norm.view(-1, self.spec.head_dim).expand(heads, -1) for norm, heads in parts]
+        return torch.cat(norms).to(self.attention_dtype)
 
-    def _norm_projections(self, qk_TO: Tensor, weight_O: Tensor) -> Tensor:
-        """Apply the root-mean-square norm over all query heads together, and over all key heads together."""
-        sizes = (self.spec.q_size, self.spec.kv_size)
-        parts = zip(qk_TO.split_with_sizes(sizes, dim=1), weight_O.split_with_sizes(sizes), strict=True)
-        return torch.cat([self._norm(part_TO, part_weight_O) for part_TO, part_weight_O in parts], dim=1)
+
+def summed(x_TD: Tensor, added: Added) -> Tensor:
+    """Return the rows with what was added to them."""
+    return x_TD + (added[0] if len(added) == 1 else added[0] + added[1]) if added else x_TD
 
 
 def _ffn(weights: FfnWeights, h_TD: Tensor) -> Tensor:

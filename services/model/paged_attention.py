@@ -27,6 +27,7 @@ from moe_kernels.paged_decode.op import paged_decode
 from services.model.inputs import DecodeRows, PagedPieces, PagedRows, SequenceRows, StepInputs
 from services.model.transfer import upload
 
+KeysValues = tuple[Tensor, Tensor]
 _CALL_COST_ELEMENTS = 65_536
 """Cost of one more attention call, in key elements read: about 60 us on a CPU core at 1 ns each."""
 
@@ -181,18 +182,11 @@ def compute_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "cpu" else dtype
 
 
-def write_kv(cache: tuple[Tensor, Tensor], slots_T: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> None:
-    """Put the step's keys and values into their slots."""
-    for cache_NBKH, new_TKH in zip(cache, (k_TKH, v_TKH), strict=True):
-        cache_SE = cache_NBKH.view(-1, new_TKH.shape[1] * new_TKH.shape[2])
-        cache_SE.index_copy_(0, slots_T, new_TKH.flatten(1).to(cache_SE.dtype))
-
-
-def attend(plan: WindowPlan, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, cache: tuple[Tensor, Tensor]) -> Tensor:
+def attend(plan: WindowPlan, q_TNH: Tensor, own: KeysValues | None, cache: KeysValues) -> Tensor:
     """Return the attention output ``out_TE`` with E = N x H, in ``q``'s dtype.
 
     Args:
-        k_TKH, v_TKH: the step's own keys and values, which are already in ``cache``, too.
+        own: the step's keys and values ``[T, K, H]``, which are already in ``cache``, too; not needed if it is paged.
         cache: ``(k_NBKH, v_NBKH)`` of the layer.
     """
     paged = plan.paged
@@ -208,7 +202,8 @@ def attend(plan: WindowPlan, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, cache:
         out_TE.index_copy_(0, group.rows_B, _decode(group, q_TNH.index_select(0, group.rows_B), cache))
     for piece in plan.prompts:
         rows = slice(piece.start, piece.start + piece.length)
-        out_TE[rows] = _prompt(piece, q_TNH[rows], k_TKH[rows], v_TKH[rows], cache)
+        assert own is not None
+        out_TE[rows] = _prompt(piece, q_TNH[rows], own[0][rows], own[1][rows], cache)
     return out_TE
 
 

@@ -57,12 +57,12 @@ def launch(
 
 
 def warps_for(block: int) -> int:
-    """So many that each thread has 8 elements, 16 bytes of a half type; 16 where registers hold more.
+    """So many that each thread has 8 elements, 16 bytes of a half type; a program has at most 16.
 
-    >>> warps_for(64), warps_for(2048), warps_for(16_384), warps_for(32_768)
-    (1, 8, 16, 32)
+    >>> warps_for(64), warps_for(2048), warps_for(16_384)
+    (1, 8, 16)
     """
-    return max(1, min(block // 256, 16)) if block <= 16_384 else 32
+    return max(1, min(block // 256, 16))
 
 
 def _in_rows(tensor_TD: Tensor) -> Tensor:

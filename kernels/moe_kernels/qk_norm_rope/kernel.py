@@ -97,13 +97,12 @@ def qk_norm_rope_kernel(
 def launch(
     qkv_TO: Tensor, cos_T1H: Tensor, sin_T1H: Tensor, k_PBJH: Tensor, v_PBJH: Tensor, slots_T: Tensor, *,
     norm: str, weight_CH: Tensor | None, eps: float, clip: float | None, kv: bool,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:  # fmt: skip
     rows, (kv_heads, size) = len(qkv_TO), k_PBJH.shape[2:]
     heads = qkv_TO.shape[1] // size - 2 * kv_heads
     q_TNH = torch.empty((rows, heads, size), dtype=qkv_TO.dtype, device=qkv_TO.device)
-    k_TJH, v_TJH = (
-        torch.empty((rows, kv_heads, size), dtype=qkv_TO.dtype, device=qkv_TO.device) if kv else None for _ in "kv"
-    )
+    kept_shape = (rows, kv_heads, size) if kv else (0,)
+    k_TJH, v_TJH = (torch.empty(kept_shape, dtype=qkv_TO.dtype, device=qkv_TO.device) for _ in "kv")
     norm = "" if weight_CH is None else norm
     cos_T1H, sin_T1H = (angles if angles.stride(2) == 1 else angles.contiguous() for angles in (cos_T1H, sin_T1H))
     most = max(heads, kv_heads)
@@ -113,14 +112,14 @@ def launch(
     pdl = overlaps(qkv_TO.device)
     qk_norm_rope_kernel[(rows, q_parts + 2 * k_parts)](
         qkv_TO, qkv_TO if weight_CH is None else weight_CH.contiguous(), cos_T1H, sin_T1H, slots_T.contiguous(),
-        q_TNH, q_TNH if k_TJH is None else k_TJH, q_TNH if v_TJH is None else v_TJH, k_PBJH, v_PBJH,
+        q_TNH, k_TJH, v_TJH, k_PBJH, v_PBJH,
         qkv_TO.stride(0), cos_T1H.stride(0), sin_T1H.stride(0), k_PBJH.shape[0] * k_PBJH.shape[1],
         0.0 if clip is None else float(clip), float(eps),
         N=heads, J=kv_heads, HALF=size // 2, NORM=norm, CLIP=clip is not None, KV=kv,
         Q_PARTS=q_parts, K_PARTS=k_parts, BLOCK_C=block_c, BLOCK_I=block_i, PDL=pdl,
         num_warps=warps_for(block_c * block_i), launch_pdl=pdl,
     )  # fmt: skip
-    return q_TNH, k_TJH, v_TJH
+    return q_TNH, (k_TJH, v_TJH) if kv else None
 
 
 def warps_for(block: int) -> int:

@@ -23,8 +23,6 @@ from moe_kernels.arguments import (
 )
 
 Norm = Literal["head", "projection"]
-Heads = tuple[Tensor, Tensor, Tensor]
-
 _INSTEAD = "call it under torch.no_grad() or inference_mode()"
 
 
@@ -42,15 +40,15 @@ def qk_norm_rope_write(
     eps: float = 0.0,
     clip: float | None = None,
     kv: bool = False,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
     """q = rope(norm(q)), k = rope(norm(k)); row t's key and value go to place ``slots[t]`` of the cache.
 
     A row of ``qkv_TO`` holds N query heads, then J key heads, then J value heads. With ``norm`` "head",
     each of the first C is clamped to -clip..clip, divided by the root of its own mean square (plus eps), rounded, times
     its weight, rounded. With "projection" all query heads together, and all key heads together, are divided by the
     root of their mean square and multiplied by their weights, rounded once, and then clamped. Values are clamped.
-    Then rope(a) = a x cos + swap(a) x sin in float32, where swap exchanges the halves of a head (Su et al. 2021, eq. 34,
-    pairs (i, i + I)), rounded once.
+    Then rope(a) = a x cos + swap(a) x sin in float32, where swap exchanges the halves of a head (Su et al. 2021, eq.
+    34, pairs (i, i + I)), rounded once.
 
     Args:
         qkv_TO: float32, bfloat16 or float16, which is the dtype that is rounded to.
@@ -64,7 +62,7 @@ def qk_norm_rope_write(
         kv: whether keys and values are returned, too.
 
     Returns:
-        ``q_TNH``, and ``k_TJH`` and ``v_TJH`` or None, contiguous, in ``qkv``'s dtype. On CUDA one launch.
+        ``q_TNH``, and ``(k_TJH, v_TJH)`` or None, in ``qkv``'s dtype. On CUDA one launch, all contiguous.
 
     Raises:
         ArgumentError: a shape, dtype or device does not fit; or a gradient is asked for, which this op does not have.
@@ -81,11 +79,10 @@ def qk_norm_rope_write(
     else:
         from moe_kernels.qk_norm_rope.reference import launch
     with backend.device_of(qkv_TO):
-        q_TNH, k_TJH, v_TJH = launch(
+        return launch(
             qkv_TO, cos_T1H, sin_T1H, k_PBJH, v_PBJH, slots_T,
             norm=norm, weight_CH=weight_CH, eps=eps, clip=clip, kv=kv,
         )  # fmt: skip
-    return q_TNH, k_TJH, v_TJH
 
 
 def _check(qkv_TO: Tensor, cos_T1H: Tensor, sin_T1H: Tensor, k_PBJH: Tensor, v_PBJH: Tensor, slots_T: Tensor) -> int:

@@ -1,6 +1,7 @@
 """Reference of :mod:`moe_kernels.qk_norm_rope.kernel`, in the dtype of the projection but for the rotation.
 
-Queries and keys go through each op together, as the heads of one tensor. Legend: as in :mod:`moe_kernels.qk_norm_rope.op`.
+Queries and keys go through each op together, as the heads of one tensor.
+Legend: as in :mod:`moe_kernels.qk_norm_rope.op`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from torch.nn import functional as F
 def launch(
     qkv_TO: Tensor, cos_T1H: Tensor, sin_T1H: Tensor, k_PBJH: Tensor, v_PBJH: Tensor, slots_T: Tensor, *,
     norm: str, weight_CH: Tensor | None, eps: float, clip: float | None, kv: bool,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:  # fmt: skip
     rows, (kv_heads, size) = len(qkv_TO), k_PBJH.shape[2:]
     heads = qkv_TO.shape[1] // size - 2 * kv_heads
     qk_TO, v_TO = qkv_TO.split_with_sizes(((heads + kv_heads) * size, kv_heads * size), dim=1)
@@ -30,7 +31,7 @@ def launch(
     for cache_PBJH, new_TJH in ((k_PBJH, k_TJH), (v_PBJH, v_TJH)):
         cache_SE = cache_PBJH.view(-1, kv_heads * size)
         cache_SE.index_copy_(0, slots_T, new_TJH.flatten(1).to(cache_SE.dtype))
-    return q_TNH, k_TJH if kv else None, v_TJH if kv else None
+    return q_TNH, (k_TJH, v_TJH) if kv else None
 
 
 def _norm_projections(qk_TO: Tensor, weight_O: Tensor, sizes: tuple[int, int], eps: float) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from services.errors import ExpertMeshError
 from services.fabric.link import ExpertLink
-from services.model.dense import DenseModel
+from services.model.dense import Added, DenseModel, summed
 from services.model.inputs import PagedKV, StepInputs
 
 HandleT = TypeVar("HandleT")
@@ -48,12 +48,13 @@ def _layers(model: DenseModel, link: ExpertLink[HandleT], kv: PagedKV, inputs: S
     plan = model.plan(inputs, kv.block_size)
     kv.write_tokens(inputs.slots_T, inputs.token_ids_T)
     x_TD = model.embed(inputs.token_ids_T)
+    added: Added = ()
     kept = {} if inputs.paged is None or inputs.paged.live is None else {"keep_T": inputs.paged.live}
     for layer, layer_spec in enumerate(model.spec.layers):
-        x_TD = model.attention(layer, x_TD, plan, kv)
-        h_TD = model.ffn_input(layer, x_TD)
+        x_TD, y_TD = model.attention(layer, x_TD, added, plan, kv)
+        x_TD, h_TD = model.ffn_input(layer, x_TD, y_TD)
         if layer_spec.kind == "dense":
-            x_TD = x_TD + model.dense_ffn(layer, h_TD)
+            added = (model.dense_ffn(layer, h_TD),)
             continue
         expert_ids_TK, weights_TK = model.route(layer, h_TD, **kept)
         handle = link.dispatch(layer, h_TD, expert_ids_TK, weights_TK)
@@ -65,8 +66,8 @@ def _layers(model: DenseModel, link: ExpertLink[HandleT], kv: PagedKV, inputs: S
                 link.combine(handle)
             raise
         y_TD = link.combine(handle)
-        x_TD = x_TD + (y_TD if shared_TD is None else y_TD + shared_TD)
-    return x_TD
+        added = (y_TD,) if shared_TD is None else (y_TD, shared_TD)
+    return summed(x_TD, added)
 
 
 def _advance(layers: Layers) -> Tensor | None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from services.fabric.local import LocalLink
-from services.model.dense import DenseModel
+from services.model.dense import Added, DenseModel, summed
 from services.model.experts import ExpertShard
 from services.model.inputs import SequenceRows, StepInputs
 from services.model.load_spec import load_spec
@@ -176,16 +176,15 @@ class ServingPath:
         model = self.model
         plan = model.plan(inputs, self.cache.block_size)
         x_TD = model.embed(inputs.token_ids_T)
+        added: Added = ()
         for layer, kind in enumerate(self.spec.layers):
-            x_TD = model.attention(layer, x_TD, plan, self.cache)
-            h_TD = model.ffn_input(layer, x_TD)
+            x_TD, y_TD = model.attention(layer, x_TD, added, plan, self.cache)
+            x_TD, h_TD = model.ffn_input(layer, x_TD, y_TD)
             if kind.kind == "dense":
-                y_TD = model.dense_ffn(layer, h_TD)
+                added = (model.dense_ffn(layer, h_TD),)
             else:
                 handle = self.link.dispatch(layer, h_TD, *model.route(layer, h_TD))
                 shared_TD = model.shared_expert(layer, h_TD)
                 y_TD = self.link.combine(handle)
-                if shared_TD is not None:
-                    y_TD = y_TD + shared_TD
-            x_TD = x_TD + y_TD
-        return model.logits(x_TD[inputs.logits_rows_R])
+                added = (y_TD,) if shared_TD is None else (y_TD, shared_TD)
+        return model.logits(summed(x_TD, added)[inputs.logits_rows_R])
