@@ -13,9 +13,13 @@ FEWEST_ROWS = 256
 LEARNT_FROM = 256
 """Fewest rows of prompts from which the time of one is learnt. Fewer disappear in the noise."""
 SAMPLES = 7
-"""Steps by whose median a time is judged: it tolerates three disturbed ones, and follows what changed after four."""
-MARGIN = 0.95
+"""Steps that are remembered. A decode step is judged by the median, which tolerates three disturbed ones; a row of a
+prompt by the slowest, since it costs more the further the prompt has come."""
+MARGIN = 0.9
 """What is aimed at, as a share of the bound: steps are not all alike."""
+DEARER = 2.0
+"""A row of a prompt beside decodes costs so many times as much as in a step of prompts alone, until it was measured:
+such steps are smaller."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +50,8 @@ class Pace:
     def rows(self, decodes: int) -> int | None:
         """Return how many rows of prompts may join ``decodes`` decodes; None: any number, for lack of experience or
         because nobody waits for a token."""
-        row_s, alone_s = self._beside.usual or self._by_itself.usual, self._alone_s(decodes)
+        row_s = max(self._beside.seen, default=DEARER * self._by_itself.usual)
+        alone_s = self._alone_s(decodes)
         if not decodes or not row_s or not alone_s:
             return None
         return max(FEWEST_ROWS, round((self._stretch - 1) * alone_s / row_s))
