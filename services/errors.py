@@ -110,6 +110,14 @@ class ProgramMissing(ConfigError):
     code = "program_missing"
 
 
+class OutOfMemory(ConfigError):
+    code = "out_of_memory"
+
+
+class UnfitDevice(ConfigError):
+    code = "unfit_device"
+
+
 class WorkerExtraMissing(ConfigError):
     """``package`` is not installed, one of those that attention and expert workers need."""
 

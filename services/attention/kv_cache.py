@@ -10,8 +10,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from services.errors import ConfigError
+from services.errors import ConfigError, OutOfMemory
 from services.model.spec import ModelSpec
+
+ROOM_GIB = 4.0
+"""Of a GPU's free memory, what is left to activations and CUDA graphs by the advice to lower the KV cache."""
 
 
 class KVCache:
@@ -21,20 +24,20 @@ class KVCache:
     id of its token, 8 bytes, for :mod:`services.attention.sampling.histories`.
 
     Raises (constructor):
-        ConfigError: the device has no room for them.
+        OutOfMemory: the device has no room for them.
     """
 
     def __init__(
         self, spec: ModelSpec, *, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        shape = (2, num_blocks + 1, block_size, spec.num_kv_heads, spec.head_dim)
+        shape, most = (2, num_blocks + 1, block_size, spec.num_kv_heads, spec.head_dim), _most(device)
         try:
             self._layers = [torch.zeros(shape, dtype=dtype, device=device) for _ in spec.layers]
         except RuntimeError as error:
             needed = num_blocks * block_bytes(spec, block_size=block_size, dtype=dtype)
-            raise ConfigError(
+            raise OutOfMemory(
                 f"{num_blocks} KV blocks take {needed / 2**30:.3g} GiB, more than the memory of {device} has left.",
-                hint="Lower --kv-memory-gib.",
+                hint=f"Lower --kv-memory-gib{most}.",
             ) from error
         self.num_blocks, self.block_size = num_blocks, block_size
         self.spare_slot = num_blocks * block_size
@@ -60,6 +63,14 @@ class KVCache:
         """Zero ``blocks``: a NaN left behind would reach the next owner, since 0 x NaN is NaN."""
         for kv_2NBKH in self._layers:
             kv_2NBKH[:, torch.tensor(blocks, dtype=torch.int64, device=kv_2NBKH.device)] = 0
+
+
+def _most(device: torch.device) -> str:
+    """Return what the setting may be at most, if the device says how much of its memory is free."""
+    if device.type != "cuda":
+        return ""
+    free, _ = torch.cuda.mem_get_info(device)
+    return f" to at most {max(0, int(10 * (free / 2**30 - ROOM_GIB))) / 10:g}, or leave it out"
 
 
 def block_bytes(spec: ModelSpec, *, block_size: int, dtype: torch.dtype) -> int:

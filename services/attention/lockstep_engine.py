@@ -44,10 +44,16 @@ class LockstepRank:
     """One rank: its link to the others, its experts, its wake-up signal.
 
     ``on_notify`` is called when another rank has work; it does nothing until somebody sets it.
+
+    Args:
+        step_tokens: most tokens of a step, of which all ranks must have the same.
     """
 
-    def __init__(self, settings: Settings, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, settings: Settings, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device, step_tokens: int
+    ) -> None:
         self._settings, self._spec, self._dtype, self._device = settings, spec, dtype, device
+        self._step_tokens = step_tokens
         self.on_notify: Callable[[], None] = lambda: None
         self.steps: LockstepTurns[Any]
         self.wake_up: StoreWakeUp
@@ -79,7 +85,7 @@ class LockstepRank:
             placement=placement,
             num_experts=self._spec.num_experts,
             shape=shape,
-            max_rows=self._settings.max_num_batched_tokens,
+            max_rows=self._step_tokens,
         )
         self.traffic = wire.traffic
         self.wake_up = joined.wake_up(lambda: self.on_notify())
@@ -138,7 +144,8 @@ class LockstepRank:
 
     def _facts(self, worker: str) -> Facts:
         settings = self._settings
-        names = ("workers", "lockstep_exchange", "expert_slots", "expert_slices", "max_num_batched_tokens")
+        names = ("workers", "lockstep_exchange", "expert_slots", "expert_slices")
+        agreed = {name: getattr(settings, name) for name in names} | {"max_num_batched_tokens": self._step_tokens}
         return Facts(
             worker=worker,
             node=node_name(settings),
@@ -146,7 +153,7 @@ class LockstepRank:
             weights=self._spec.weights,
             package=version("expertmesh"),
             dtype=str(self._dtype).removeprefix("torch."),
-            exchange=", ".join(f"{name} {getattr(settings, name)}" for name in names),
+            exchange=", ".join(f"{name} {value}" for name, value in agreed.items()),
         )
 
     def _shape(self, nodes: tuple[str, ...]) -> LockstepShape:

@@ -14,11 +14,19 @@ from services.attention.engine_thread import BUFFER_BYTES, BUFFER_TOKENS
 from services.attention.lockstep_engine import Departure, LockstepEngine, LockstepRank
 from services.attention.metrics import Growth, TotalsObserver
 from services.attention.service import AttentionService
-from services.attention.setup.build import CHECKPOINT, Built, engine_options, load_model, served_model
+from services.attention.setup.build import (
+    CHECKPOINT,
+    Built,
+    engine_options,
+    load_model,
+    served_model,
+    worker_plan,
+)
 from services.attention.step.engine import Engine, EngineTracing
 from services.attention.worker import AttentionWorker, EngineError
 from services.errors import LockstepBroken, LockstepLeft, QueueUnavailable
 from services.metrics import WorkerMetrics
+from services.model.device import into_memory
 from services.model.progress import loading_progress
 from services.runtime import AGAIN, in_daemon
 from services.runtime.tasks import end_tasks
@@ -51,18 +59,20 @@ class LockstepService(AttentionService):
         """Build the engine. Raises LockstepBroken, too: the ranks have to start again."""
         settings = self._settings
         served = served_model(settings, rank=settings.rank)
-        rank = LockstepRank(settings, served.spec, dtype=served.dtype, device=served.device)
+        tokens = served.fitting.size().max_num_batched_tokens
+        rank = LockstepRank(settings, served.spec, dtype=served.dtype, device=served.device, step_tokens=tokens)
         began = time.monotonic()
-        with loading_progress(log) as progress:
+        with loading_progress(log) as progress, into_memory(served.device):
             model = load_model(served, progress)
             loaded_s = time.monotonic() - began
             link = rank.connect(self._id, progress)
         # Neither overlap, nor graphs, nor lookahead: the ranks must cut their steps alike.
-        options = engine_options(settings, served.capacity, lookahead="off")
+        plan = worker_plan(served, model, None)
+        options = engine_options(settings, plan, lookahead="off")
         traced = None if self._tracer is None else EngineTracing(self._tracer, None)
         engine = Engine(model=model, link=link, options=options, clock=self._clock.now_ms, tracing=traced)
         stepped = LockstepEngine(engine, rank)
-        return Built(served=served, engine=stepped, link=link, load_s={CHECKPOINT: loaded_s + rank.load_s})
+        return Built(served=served, plan=plan, engine=stepped, link=link, load_s={CHECKPOINT: loaded_s + rank.load_s})
 
     async def _with_experts(self, built: Built[Any], metrics_url: str, stop: asyncio.Event) -> None:
         self._rank = built.engine.rank

@@ -39,6 +39,8 @@ from services.runtime.tracing import Tracer
 from services.wire import WIRE
 
 METRICS_EVERY_S = 1.0
+LOOK_S = 0.05
+"""Time between two looks at whether the experts of this process are loaded."""
 SHARED_S = 20.0
 """How long a colocated worker puts serving off until its steps can go through shared memory."""
 SHARED_PAUSE_S = 0.5
@@ -52,6 +54,7 @@ class AttentionService:
     Args:
         registry: gets the worker's series.
         colocated: an expert worker runs in this process, on the same device.
+        experts_missing: says what that one waits for; nothing once its experts are loaded.
     """
 
     _buffer_tokens: ClassVar[int | None] = BUFFER_TOKENS
@@ -63,10 +66,12 @@ class AttentionService:
         registry: CollectorRegistry,
         *,
         colocated: bool = False,
+        experts_missing: Callable[[], Sequence[str]] = lambda: (),
         tracer: Tracer | None = None,
     ) -> None:
         self._settings = settings
         self._redis = redis
+        self._experts_missing = experts_missing
         self._colocated, self._tracer = colocated, tracer
         self._clock = RedisClock(redis)
         self._metrics = WorkerMetrics(registry)
@@ -93,8 +98,17 @@ class AttentionService:
 
     def _build(self) -> Built[Any]:
         return build(
-            self._settings, self._clock.now_ms, worker=self._id, colocated=self._colocated, tracer=self._tracer
+            self._settings,
+            self._clock.now_ms,
+            worker=self._id,
+            colocated=self._colocated,
+            wait=self._wait_for_experts,
+            tracer=self._tracer,
         )
+
+    def _wait_for_experts(self) -> None:
+        while self._experts_missing():
+            time.sleep(LOOK_S)
 
     async def _with_experts(self, built: Built[Any], metrics_url: str, stop: asyncio.Event) -> None:
         """Serve as soon as all experts can be reached: at once, if they are in this process."""
@@ -210,9 +224,9 @@ class AttentionService:
             model=self._settings.model_name,
             fingerprint=built.served.spec.fingerprint,
             weights=built.served.spec.weights,
-            kv_tokens=built.served.capacity.kv_tokens,
-            max_num_seqs=self._settings.max_num_seqs,
-            max_model_len=built.served.capacity.max_model_len,
+            kv_tokens=built.plan.room.kv_tokens,
+            max_num_seqs=built.plan.size.max_num_seqs,
+            max_model_len=built.plan.room.max_model_len,
             host=socket.gethostname(),
             pid=os.getpid(),
             version=version("expertmesh"),
@@ -223,7 +237,7 @@ class AttentionService:
 
     def _options(self, built: Built[Any]) -> WorkerOptions:
         settings = self._settings
-        tokens, requests = credit(kv_tokens=built.served.capacity.kv_tokens, max_num_seqs=settings.max_num_seqs)
+        tokens, requests = credit(kv_tokens=built.plan.room.kv_tokens, max_num_seqs=built.plan.size.max_num_seqs)
         return WorkerOptions(
             credit_tokens=tokens,
             credit_requests=requests,

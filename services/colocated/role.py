@@ -59,8 +59,10 @@ class ColocatedRole:
     def __init__(
         self, settings: Settings, redis: Redis, registry: CollectorRegistry, *, tracer: Tracer | None = None
     ) -> None:
-        self._attention = AttentionService(settings, redis, registry, colocated=True, tracer=tracer)
         self._experts = ExpertsRole(settings, redis, registry, colocated=True, tracer=tracer)
+        self._attention = AttentionService(
+            settings, redis, registry, colocated=True, experts_missing=self._experts.missing, tracer=tracer
+        )
 
     async def run(self, metrics_url: str, stop: asyncio.Event) -> None:
         """Load, serve until ``stop``, drain."""

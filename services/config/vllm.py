@@ -47,7 +47,6 @@ POINTERS: Mapping[str, str] = {
     "enable_eplb": _BALANCE,
     "num_redundant_experts": _BALANCE,
     "distributed_executor_backend": "leave it out. Workers are separate processes, set by --layout and --workers.",
-    "gpu_memory_utilization": "set the memory of the KV cache in GiB: --kv-memory-gib X.",
     "kv_cache_memory_bytes": "set it in GiB: --kv-memory-gib X.",
     "swap_space": _NO_OFFLOAD,
     "cpu_offload_gb": _NO_OFFLOAD,

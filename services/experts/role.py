@@ -20,7 +20,7 @@ from services.experts.serving import Loader, TcpServing
 from services.experts.worker import ExpertWorker, Timing
 from services.messages import ExpertInfo
 from services.metrics import ExpertMetrics
-from services.model.device import serving_dtype, show_memory, torch_device
+from services.model.device import check_device, serving_dtype, show_memory, torch_device
 from services.model.hub import with_checkpoint
 from services.model.load_spec import load_spec
 from services.model.spec import ModelSpec
@@ -87,12 +87,13 @@ class ExpertsRole:
     async def run(self, metrics_url: str, stop: asyncio.Event) -> None:
         """Take a seat, serve until ``stop`` or until the scheduler orders it to leave, then leave it."""
         settings, name = self._settings, incarnation()
-        device = torch_device(settings.device)
+        device, dtype = torch_device(settings.device), serving_dtype(settings.dtype, self._spec)
+        check_device(device, dtype)
         loader = Loader(
             settings,
             self._spec,
             worker=name,
-            dtype=serving_dtype(settings.dtype, self._spec),
+            dtype=dtype,
             device=device,
             version=version("expertmesh"),
             tables=partial(_newest, self._reader, asyncio.get_running_loop()),

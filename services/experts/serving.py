@@ -29,6 +29,7 @@ from services.fabric.tcp.frames import NAMES
 from services.fabric.tcp.handshake import Hello
 from services.fabric.tcp.server import ExpertServer
 from services.fabric.tcp.tls import server_tls
+from services.model.device import into_memory
 from services.model.digests import read_digests
 from services.model.experts import ExpertShard, ExpertWeights
 from services.model.progress import Stoppable, loading_progress
@@ -160,10 +161,11 @@ class Loader:
 
         Raises:
             LoadStopped: ``stopped`` was set.
+            OutOfMemory: the weights do not fit into the device's memory.
             CheckpointError: the weights are damaged or missing.
             PortInUse: another process listens on the port.
         """
-        with side_stream(self._device, needed=self._colocated):
+        with side_stream(self._device, needed=self._colocated), into_memory(self._device):
             return self._served(group, seat, stopped)
 
     def _served(self, group: ShardGroup, seat: int, stopped: threading.Event) -> TcpServing:

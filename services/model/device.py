@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from prometheus_client import Gauge
 
-from services.errors import ConfigError
+from services.errors import ConfigError, OutOfMemory, UnfitDevice
 from services.model.spec import ModelSpec
+
+MIN_CAPABILITY, BFLOAT16_CAPABILITY = (7, 0), (8, 0)
+"""Compute capability from which Triton makes code for a GPU, and from which that may multiply bfloat16."""
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +53,59 @@ def _shared(number: int) -> int:
             "GPU %d does not exist (there are %d); GPU %d is shared by several workers", number, count, number % count
         )
     return number % count
+
+
+def check_device(device: torch.device, dtype: torch.dtype) -> None:
+    """Refuse a GPU that cannot compute in ``dtype``, before any weights are read.
+
+    Raises:
+        UnfitDevice: it lacks a feature, or torch has no code for it.
+    """
+    if device.type != "cuda" or torch.version.hip:
+        return
+    missing = lacking(torch.cuda.get_device_capability(device), dtype)
+    if missing:
+        raise UnfitDevice(
+            f"{device} ({torch.cuda.get_device_name(device)}) cannot be used: {missing[0]}", hint=missing[1]
+        )
+    try:
+        torch.ones(1, device=device).add_(1)
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        raise UnfitDevice(
+            f"{device} ({torch.cuda.get_device_name(device)}) cannot be used: {reason}.",
+            hint="Install a build of torch for this GPU and its driver, or choose --device cpu.",
+        ) from error
+
+
+def lacking(capability: tuple[int, int], dtype: torch.dtype) -> tuple[str, str] | None:
+    """Return what a GPU of ``capability`` lacks, and what to do; None if it lacks nothing.
+
+    >>> lacking((9, 0), torch.bfloat16)
+    >>> lacking((7, 5), torch.bfloat16)[1]
+    'Give --dtype float16 or float32.'
+    """
+    has = "compute capability {}.{}".format(*capability)
+    if capability < MIN_CAPABILITY:
+        least = "{}.{}".format(*MIN_CAPABILITY)
+        return f"it has {has}, and the kernels need {least}.", "Choose another GPU, or --device cpu."
+    if dtype == torch.bfloat16 and capability < BFLOAT16_CAPABILITY:
+        least = "{}.{}".format(*BFLOAT16_CAPABILITY)
+        return f"it has {has}, and bfloat16 needs {least}.", "Give --dtype float16 or float32."
+    return None
+
+
+@contextmanager
+def into_memory(device: torch.device) -> Iterator[None]:
+    """Say what to do where the weights that are loaded inside do not fit. Raises OutOfMemory."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise OutOfMemory(
+            f"The memory of {device} ran out while weights were loaded.",
+            hint="End other processes that use it, or spread the experts over several GPUs: --layout colocated "
+            "--workers N (docs/layouts.md).",
+        ) from error
 
 
 def show_memory(gauge: Gauge, device: torch.device) -> None:

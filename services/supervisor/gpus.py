@@ -15,10 +15,11 @@ _NAME_BYTES = 256
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gpus:
-    """``names`` of the GPUs that this process may use; ``missing`` says why there are none. With neither, only torch
-    knows."""
+    """``names`` of the GPUs that this process may use, and the bytes of their memory, if known; ``missing`` says why
+    there are none. With neither names nor that, only torch knows."""
 
     names: tuple[str, ...] = ()
+    memory: tuple[int, ...] = ()
     missing: str | None = None
 
 
@@ -40,7 +41,11 @@ def _listed(driver: ctypes.CDLL) -> Gpus:
     count = ctypes.c_int(0)
     if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)) or not count.value:
         return Gpus(missing="the driver finds no GPU")
-    return Gpus(names=tuple(_name(driver, number) for number in range(count.value)))
+    numbers = range(count.value)
+    memory = tuple(size for number in numbers if (size := _memory(driver, number)))
+    return Gpus(
+        names=tuple(_name(driver, number) for number in numbers), memory=memory if len(memory) == len(numbers) else ()
+    )
 
 
 def _name(driver: ctypes.CDLL, number: int) -> str:
@@ -48,6 +53,14 @@ def _name(driver: ctypes.CDLL, number: int) -> str:
     if driver.cuDeviceGet(ctypes.byref(device), number) or driver.cuDeviceGetName(name, _NAME_BYTES, device):
         return "GPU"
     return name.value.decode(errors="replace")
+
+
+def _memory(driver: ctypes.CDLL, number: int) -> int:
+    """Return the bytes of a GPU's memory, 0 where the driver does not know it."""
+    device, size = ctypes.c_int(0), ctypes.c_size_t(0)
+    if driver.cuDeviceGet(ctypes.byref(device), number) or driver.cuDeviceTotalMem_v2(ctypes.byref(size), device):
+        return 0
+    return size.value
 
 
 def _torch_version_file() -> str:

@@ -10,7 +10,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from services.attention.setup.capacity import Capacity, capacity
+from services.attention.setup.batch_size import BatchSize, batch_size
+from services.attention.setup.capacity import USUAL_KV_GIB, Capacity, capacity
 from services.config import Settings
 from services.errors import ConfigError
 from services.model.load_spec import load_spec, tokenizer_file
@@ -18,32 +19,53 @@ from services.model.names import dense_shapes, expert_shapes
 from services.model.spec import ModelSpec
 from services.model.tensor_entries import tensor_entries
 from services.supervisor.gpus import Gpus, find_gpus
-from services.supervisor.roster import computing
+from services.supervisor.roster import computing, gpu_shares
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+EXPERT_WORKER_SPARE = 2 << 30
+"""Bytes that an expert worker takes of its GPU besides weights: CUDA context, activations, exchange."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Preview:
-    """What the server will use. Sizes in bytes; ``kv_bytes`` and ``room`` are those of one attention worker."""
+    """What the server will use. Sizes in bytes; ``kv_bytes`` and ``room`` are those of one attention worker, None where
+    it measures its GPU first. ``size`` is None where only the worker knows its GPU."""
 
     device: str
     dtype: str
     parameters: int
     expert_parameters: int
-    room: Capacity
-    kv_bytes: int
-    max_num_seqs: int
+    room: Capacity | None
+    kv_bytes: int | None
+    size: BatchSize | None
+    gpu_memory_utilization: float
+    gpus: int
+    expert_worker_bytes: int
 
     def lines(self) -> list[str]:
         """Return what a user wants to know before the first request."""
-        each, room = _BYTES[self.dtype], self.room
-        fit = room.kv_tokens // room.max_model_len
+        each = _BYTES[self.dtype]
         return [
             f"device {self.device}, {self.dtype}: {_count(self.parameters)} parameters, "
             f"{_count(self.expert_parameters)} of them in experts ({_size(self.parameters * each)} of weights)",
-            f"KV cache per attention worker: {_size(self.kv_bytes)}, {room.kv_tokens:,} tokens; up to "
-            f"{self.max_num_seqs} requests per batch (--max-num-seqs)",
+            *self._kv_lines(),
+        ]
+
+    def shares(self, settings: Settings) -> list[dict[str, object]]:
+        """Return, for each worker, the settings by which those on one GPU divide its memory."""
+        return gpu_shares(settings, gpus=self.gpus, expert_worker_bytes=self.expert_worker_bytes)
+
+    def _kv_lines(self) -> list[str]:
+        batch = "" if self.size is None else f"; up to {self.size.max_num_seqs} requests per batch (--max-num-seqs)"
+        room = self.room
+        if room is None or self.kv_bytes is None:
+            return [
+                "KV cache per attention worker: what weights and steps leave of "
+                f"--gpu-memory-utilization {self.gpu_memory_utilization:g}{batch}"
+            ]
+        fit = room.kv_tokens // room.max_model_len
+        return [
+            f"KV cache per attention worker: {_size(self.kv_bytes)}, {room.kv_tokens:,} tokens{batch}",
             f"longest context: {room.max_model_len:,} tokens (prompt and answer); the KV cache holds {fit} of these",
         ]
 
@@ -59,26 +81,53 @@ def preflight(settings: Settings, find: Callable[[], Gpus] = find_gpus) -> Previ
     spec = load_spec(settings.model)
     _check_groups(settings, spec)
     dtype = spec.dtype if settings.dtype == "auto" else settings.dtype
-    block_bytes = settings.block_size * spec.kv_bytes(_BYTES[dtype])
-    blocks = settings.kv_blocks or _blocks(settings.kv_memory_gib, block_bytes)
-    room = capacity(
-        kv_blocks=blocks, block_size=settings.block_size, asked=settings.max_model_len, max_position=spec.max_position
-    )
     gpus = find()
     device = _device(settings.device, gpus)
     _check_gpus(settings, gpus)
+    blocks, room = _room(settings, spec, _BYTES[dtype], on_cpu=device == "cpu")
     tokenizer_file(settings.model)
     tensor_entries(settings.model, spec)
     experts = sum(map(math.prod, expert_shapes(spec).values()))
+    groups = settings.expert_groups or max(1, settings.seats)
+    known = bool(gpus.memory) or device == "cpu"
     return Preview(
         device=device,
         dtype=dtype,
         parameters=experts + sum(map(math.prod, dense_shapes(spec).values())),
         expert_parameters=experts,
         room=room,
-        kv_bytes=blocks * block_bytes,
-        max_num_seqs=settings.max_num_seqs,
+        kv_bytes=blocks and blocks * settings.block_size * spec.kv_bytes(_BYTES[dtype]),
+        size=batch_size(
+            seqs=settings.max_num_seqs,
+            tokens=settings.max_num_batched_tokens,
+            gpu_bytes=None if device == "cpu" else min(gpus.memory),
+        )
+        if known
+        else None,
+        gpu_memory_utilization=settings.gpu_memory_utilization,
+        gpus=0 if device == "cpu" else len(gpus.names),
+        expert_worker_bytes=-(-experts // groups) * _BYTES[dtype] + EXPERT_WORKER_SPARE,
     )
+
+
+def _room(settings: Settings, spec: ModelSpec, itemsize: int, *, on_cpu: bool) -> tuple[int | None, Capacity | None]:
+    """Return the KV blocks and what they hold; None where the worker measures its GPU first.
+
+    Raises:
+        ConfigError: the length that was asked for does not fit, or never can.
+    """
+    block_bytes = settings.block_size * spec.kv_bytes(itemsize)
+    memory_gib = USUAL_KV_GIB if on_cpu and settings.kv_memory_gib is None else settings.kv_memory_gib
+    blocks = settings.kv_blocks or (None if memory_gib is None else _blocks(memory_gib, block_bytes))
+    asked, size = settings.max_model_len, settings.block_size
+    found = capacity(
+        kv_blocks=blocks or -(-spec.max_position // size),
+        block_size=size,
+        block_bytes=block_bytes,
+        asked=asked,
+        max_position=spec.max_position,
+    )
+    return blocks, found if blocks else None
 
 
 def _blocks(memory_gib: float, block_bytes: int) -> int:

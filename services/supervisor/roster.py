@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from services.config import ATTENTION, COLOCATED, EXPERTS, Role, Settings
 
@@ -12,7 +12,8 @@ COMPUTING: tuple[Role, ...] = (ATTENTION, COLOCATED, EXPERTS)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """One worker of a machine. ``fabric_port`` None: no seat; 0: any. ``expert_group`` None: the scheduler chooses."""
+    """One worker of a machine. ``fabric_port`` None: no seat; 0: any. ``expert_group`` None: the scheduler chooses.
+    ``share``: settings by which the workers on one GPU divide it."""
 
     name: str
     role: Role
@@ -20,10 +21,11 @@ class Place:
     metrics_port: int
     fabric_port: int | None = None
     expert_group: int | None = None
+    share: Mapping[str, object] = field(default_factory=dict)
 
     def changes(self) -> dict[str, object]:
         """Return the settings of this worker that differ from those of all."""
-        own: dict[str, object] = {"device": self.device, "metrics_port": self.metrics_port}
+        own: dict[str, object] = {"device": self.device, "metrics_port": self.metrics_port, **self.share}
         if self.fabric_port is not None:
             own |= {"fabric_port": self.fabric_port, "expert_group": self.expert_group}
         return own
@@ -52,12 +54,39 @@ def device_of(settings: Settings, index: int) -> str:
     return f"{settings.device}:{index}" if settings.device in ("auto", "cuda") else settings.device
 
 
-def places(settings: Settings, pages: Sequence[int]) -> list[Place]:
+def gpu_shares(settings: Settings, *, gpus: int, expert_worker_bytes: int) -> list[dict[str, object]]:
+    """Return, for each worker of a machine, the settings by which those on one GPU divide its memory.
+
+    Args:
+        gpus: number of GPUs; 0: there are none, or it is not known.
+        expert_worker_bytes: what an expert worker takes of its GPU.
+    """
+    roles = [role for role, names in computing(settings).items() for _ in names]
+    numbers = [_gpu_of(device_of(settings, index), gpus) for index in range(len(roles))]
+    shares: list[dict[str, object]] = []
+    for role, number in zip(roles, numbers, strict=True):
+        here = [other for other, its in zip(roles, numbers, strict=True) if its == number is not None]
+        experts = here.count(EXPERTS)
+        attention = len(here) - experts
+        divided = role != EXPERTS and (experts or attention > 1)
+        reserved = round(experts * expert_worker_bytes / 2**30, 3)
+        shares.append({"gpu_workers": attention, "gpu_reserved_gib": reserved} if divided else {})
+    return shares
+
+
+def _gpu_of(device: str, gpus: int) -> int | None:
+    """Return the number of the GPU that ``device`` names; one past the last is shared. None: it is none, or unknown."""
+    kind, _, number = device.partition(":")
+    return int(number) % gpus if gpus and kind in ("auto", "cuda") and number.isdigit() else None
+
+
+def places(settings: Settings, pages: Sequence[int], shares: Sequence[Mapping[str, object]] = ()) -> list[Place]:
     """Return all workers of one machine, in order. The i-th has the i-th GPU; the i-th seat has the i-th port from
     --fabric-port on, and group i modulo the number of groups if the machine has seats for all groups.
 
     Args:
         pages: a port for each worker's page.
+        shares: see :func:`gpu_shares`.
     """
     found: list[Place] = []
     groups = settings.expert_groups or 0
@@ -72,6 +101,7 @@ def places(settings: Settings, pages: Sequence[int]) -> list[Place]:
                 metrics_port=pages[index],
                 fabric_port=None if role == ATTENTION else settings.fabric_port and settings.fabric_port + number,
                 expert_group=number % groups if role != ATTENTION and 0 < groups <= settings.seats else None,
+                share=shares[index] if shares else {},
             )
         )
     return found

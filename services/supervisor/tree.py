@@ -157,6 +157,7 @@ class Supervisor:
         upstreams = [f"{_SERVE}=http://{_LOOPBACK}:{await self._page.start()}/metrics"]
         upstreams += [f"{name}=http://{_LOOPBACK}:{metrics_port}/metrics" for name, metrics_port in metrics.items()]
         workers = [name for name, role in inner.items() if role in COMPUTING]
+        shares = self._preview.shares(settings) if self._preview else []
         for name, role in self._processes().items():
             if role == GATEWAY:
                 self._key = self._api_key(folder)
@@ -166,7 +167,8 @@ class Supervisor:
             changes = changes | {"process": name}
             outlook = Outlook(spared=partial(self._spared, name, role), on_start=self._starts.labels(name).inc)
             if role in COMPUTING:
-                changes = changes | {"device": device_of(self._settings, workers.index(name))}
+                index = workers.index(name)
+                changes = changes | {"device": device_of(self._settings, index)} | (shares[index] if shares else {})
                 outlook = replace(outlook, on_end=partial(self._notices.ended, name=name, metrics_port=metrics[name]))
             if name in self._ranks():
                 changes = changes | {"rank": self._ranks().index(name)}

@@ -28,7 +28,7 @@ from services.supervisor.children import COMMANDS, Children
 from services.supervisor.handover import base_url, held, held_ports
 from services.supervisor.notices import Notices
 from services.supervisor.policy import RestartPolicy
-from services.supervisor.preflight import preflight
+from services.supervisor.preflight import Preview, preflight
 from services.supervisor.readiness import STUCK_S, Readiness
 from services.supervisor.roster import COMPUTING, Place, computing, places
 
@@ -58,7 +58,7 @@ class Workers:
         settings: Settings,
         *,
         commands: Mapping[Role, Sequence[str]] = COMMANDS,
-        check: Callable[[Settings], object] = preflight,
+        check: Callable[[Settings], Preview | None] = preflight,
         new_policy: Callable[[], RestartPolicy] = RestartPolicy,
         stop_margin_s: float = 5.0,
         stuck_s: float = STUCK_S,
@@ -80,9 +80,10 @@ class Workers:
         settings = self._settings
         assert settings.model is not None, "load_settings requires it of workers"
         assert settings.redis_url is not None, "load_settings requires it of workers"
-        self._preflight(settings)
+        preview = self._preflight(settings)
         with RunFolder() as folder, ExitStack() as ports:
-            found = places(settings, self._pages(ports))
+            shares = preview.shares(settings) if preview else ()
+            found = places(settings, self._pages(ports), shares)
             seats = [place.fabric_port for place in found if place.fabric_port]
             held(settings.host, seats, ports, option="--fabric-port")
             pages = {place.name: base_url(settings.host, place.metrics_port) for place in found}

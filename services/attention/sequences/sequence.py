@@ -235,7 +235,8 @@ def refusal(request: GenerateRequest, *, max_model_len: int, kv_tokens: int, voc
     if request.max_len > kv_tokens:
         return ContextLengthExceeded(
             f"This worker's KV cache holds {kv_tokens} tokens, but the request needs {wanted}.",
-            hint="Shorten the prompt, lower max_tokens, or start the worker with more --kv-memory-gib.",
+            hint="Shorten the prompt, lower max_tokens, or start the worker with more --kv-memory-gib (on a GPU also "
+            "--gpu-memory-utilization).",
             param="max_tokens",
         )
     return None

@@ -12,19 +12,19 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from services.attention.engine_thread import SteppedEngine
-from services.attention.kv_cache import blocks_within
-from services.attention.setup.capacity import Capacity, capacity
+from services.attention.setup.fit import Fitting, announce
 from services.attention.setup.remote_link import remote_link
+from services.attention.setup.worker_plan import WorkerPlan
 from services.attention.step.cuda_graphs import CudaCapture
 from services.attention.step.engine import Engine, EngineOptions, EngineTracing
 from services.attention.step.overlap import OverlapPolicy
 from services.attention.step.pipeline import Lookahead
 from services.config import Settings
-from services.fabric.link import CountingLink, RemoteLink
+from services.fabric.link import CountingLink, ExpertLink, RemoteLink
 from services.fabric.local import LocalLink
 from services.fabric.shared_memory.link import SharedMemoryLink
 from services.model.dense import DenseModel
-from services.model.device import serving_dtype, torch_device
+from services.model.device import check_device, into_memory, serving_dtype, torch_device
 from services.model.experts import ExpertShard
 from services.model.load_spec import load_spec
 from services.model.progress import Progress, loading_progress
@@ -49,7 +49,7 @@ class ServedModel:
     spec: ModelSpec
     device: torch.device
     dtype: torch.dtype
-    capacity: Capacity
+    fitting: Fitting
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,6 +57,7 @@ class Built(Generic[EngineT]):
     """An engine, and what its worker needs to know of it."""
 
     served: ServedModel
+    plan: WorkerPlan
     engine: EngineT
     link: CountingLink[Any]
     remote: RemoteLink | None = None
@@ -73,30 +74,37 @@ def build(
     *,
     worker: str,
     colocated: bool = False,
+    wait: Callable[[], None] = lambda: None,
     tracer: Tracer | None = None,
 ) -> Built[Engine[Any]]:
-    """Load the checkpoint and build its engine. Takes as long as reading the weights.
+    """Load the checkpoint and build its engine. Takes as long as reading the weights, and seconds more on a GPU.
 
     Args:
         clock: returns the time of Redis in milliseconds.
         worker: the worker's incarnation.
         colocated: an expert worker runs in this process, on the same device.
+        wait: returns once that one has loaded its experts; called before the KV cache takes the rest of a GPU.
         tracer: None where nothing is traced.
 
     Raises:
+        OutOfMemory: the device is too small for what was asked.
         ConfigError: options contradict each other, the model or the machine.
         CheckpointError: the checkpoint is damaged or not supported.
     """
     served = served_model(settings)
     spec, dtype, device = served.spec, served.dtype, served.device
     remote, began = None, time.monotonic()
-    with loading_progress(log) as progress:
+    with loading_progress(log) as progress, into_memory(device):
         model = load_model(served, progress)
         if settings.layout == "local":
             link: CountingLink[Any] = _local_link(served, progress)
         else:
-            link = remote = remote_link(settings, spec, dtype, device, worker, colocated=colocated)
+            size = served.fitting.size()
+            link = remote = remote_link(settings, spec, dtype, device, worker, size=size, colocated=colocated)
     load_s = {CHECKPOINT: time.monotonic() - began}
+    if served.fitting.measures:
+        wait()
+    plan = worker_plan(served, model, None if remote else link)
     sharing = remote if isinstance(remote, SharedMemoryLink) else None
     overlap = OverlapPolicy(
         settings.overlap if remote else "off",  # experts in this process leave nothing to hide
@@ -106,13 +114,13 @@ def build(
     engine = Engine(
         model=model,
         link=link,
-        options=engine_options(settings, served.capacity, lookahead=_lookahead(settings, device)),
+        options=engine_options(settings, plan, lookahead=_lookahead(settings, device)),
         clock=clock,
         overlap=overlap,
         capture=CudaCapture(device) if device.type == "cuda" and not settings.enforce_eager else None,
         tracing=None if tracer is None else EngineTracing(tracer, remote),
     )
-    return Built(served=served, engine=engine, link=link, remote=remote, sharing=sharing, load_s=load_s)
+    return Built(served=served, plan=plan, engine=engine, link=link, remote=remote, sharing=sharing, load_s=load_s)
 
 
 def _lookahead(settings: Settings, device: torch.device) -> Lookahead:
@@ -129,6 +137,8 @@ def served_model(settings: Settings, *, rank: int | None = None) -> ServedModel:
         rank: number among attention workers that each take one GPU, see :func:`services.model.device.torch_device`.
 
     Raises:
+        OutOfMemory: the weights are larger than the device's memory.
+        UnfitDevice: the device cannot compute this model.
         ConfigError: options contradict each other, the model or the machine.
         CheckpointError: the checkpoint is damaged or not supported.
     """
@@ -139,8 +149,13 @@ def served_model(settings: Settings, *, rank: int | None = None) -> ServedModel:
     device = torch_device(settings.device, rank=rank)
     log.info("computing attention on %s", device)
     dtype = serving_dtype(settings.dtype, spec)
-    room = _capacity(settings, spec, dtype)
-    return ServedModel(folder=settings.model, spec=spec, device=device, dtype=dtype, capacity=room)
+    check_device(device, dtype)
+    fitting = Fitting(settings=settings, spec=spec, device=device, dtype=dtype)
+    if fitting.measures:
+        fitting.check_weights()
+    else:
+        fitting.given()
+    return ServedModel(folder=settings.model, spec=spec, device=device, dtype=dtype, fitting=fitting)
 
 
 def load_model(served: ServedModel, progress: Progress) -> DenseModel:
@@ -149,13 +164,20 @@ def load_model(served: ServedModel, progress: Progress) -> DenseModel:
     return DenseModel(served.spec, weights)
 
 
-def engine_options(settings: Settings, room: Capacity, *, lookahead: Lookahead) -> EngineOptions:
-    """Return the options of an engine with ``room``, as ``settings`` ask for them."""
+def worker_plan(served: ServedModel, model: DenseModel, link: ExpertLink[Any] | None) -> WorkerPlan:
+    """Return what this worker does with its memory, and log it. See :meth:`Fitting.plan`."""
+    plan = served.fitting.plan(model, link)
+    announce(plan, served.spec.max_position)
+    return plan
+
+
+def engine_options(settings: Settings, plan: WorkerPlan, *, lookahead: Lookahead) -> EngineOptions:
+    """Return the options of an engine by ``plan``, and what else ``settings`` ask for."""
     return EngineOptions(
-        max_num_seqs=settings.max_num_seqs,
-        max_num_batched_tokens=settings.max_num_batched_tokens,
-        max_model_len=room.max_model_len,
-        kv_blocks=room.kv_blocks,
+        max_num_seqs=plan.size.max_num_seqs,
+        max_num_batched_tokens=plan.size.max_num_batched_tokens,
+        max_model_len=plan.room.max_model_len,
+        kv_blocks=plan.room.kv_blocks,
         block_size=settings.block_size,
         prefix_cache=settings.prefix_cache,
         prefix_cache_scope=settings.prefix_cache_scope,
@@ -167,21 +189,3 @@ def _local_link(served: ServedModel, progress: Progress) -> LocalLink:
     spec = served.spec
     experts = load_experts(served.folder, spec, dtype=served.dtype, device=served.device, progress=progress)
     return LocalLink(ExpertShard(experts, num_experts=spec.num_experts).by_layer(), num_experts=spec.num_experts)
-
-
-def _capacity(settings: Settings, spec: ModelSpec, dtype: torch.dtype) -> Capacity:
-    blocks = settings.kv_blocks or blocks_within(
-        settings.kv_memory_gib, spec, block_size=settings.block_size, dtype=dtype
-    )
-    room = capacity(
-        kv_blocks=blocks, block_size=settings.block_size, asked=settings.max_model_len, max_position=spec.max_position
-    )
-    if room.lowered:
-        log.warning(
-            "the KV cache (%d blocks) holds %d tokens, fewer than the model's context of %d: longer requests will be "
-            "rejected; raise --kv-memory-gib or set --max-model-len",
-            room.kv_blocks,
-            room.kv_tokens,
-            spec.max_position,
-        )
-    return room

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from services.errors import ConfigError
 
+USUAL_KV_GIB = 1.0
+"""GiB of the KV cache on CPUs, unless the settings say otherwise."""
 OVERCOMMIT = 1.5
 """Tokens that a worker is assigned, as a multiple of those that its KV blocks hold."""
 
@@ -20,7 +23,7 @@ class Capacity:
     lowered: bool
 
 
-def capacity(*, kv_blocks: int, block_size: int, asked: int | None, max_position: int) -> Capacity:
+def capacity(*, kv_blocks: int, block_size: int, block_bytes: int, asked: int | None, max_position: int) -> Capacity:
     """Return the capacity of ``kv_blocks`` for a model of ``max_position`` positions; ``asked`` is --max-model-len.
 
     Raises:
@@ -35,7 +38,8 @@ def capacity(*, kv_blocks: int, block_size: int, asked: int | None, max_position
     if asked is not None and asked > kv_tokens:
         raise ConfigError(
             f"--max-model-len {asked} does not fit: {kv_blocks} KV blocks of {block_size} hold {kv_tokens} tokens.",
-            hint=f"Raise --kv-memory-gib, or lower --max-model-len to at most {kv_tokens}.",
+            hint=f"Give --kv-memory-gib {gib_for(asked, block_size, block_bytes):g}, or lower --max-model-len to at "
+            f"most {kv_tokens}.",
         )
     max_model_len = min(asked or max_position, kv_tokens)
     return Capacity(
@@ -44,6 +48,15 @@ def capacity(*, kv_blocks: int, block_size: int, asked: int | None, max_position
         max_model_len=max_model_len,
         lowered=asked is None and max_model_len < max_position,
     )
+
+
+def gib_for(tokens: int, block_size: int, block_bytes: int) -> float:
+    """Return the GiB of a KV cache for ``tokens``, rounded up so that it can be given as --kv-memory-gib.
+
+    >>> gib_for(100, 16, 1 << 20)
+    0.007
+    """
+    return math.ceil(-(-tokens // block_size) * block_bytes / 2**30 * 1000) / 1000
 
 
 def credit(*, kv_tokens: int, max_num_seqs: int) -> tuple[int, int]:

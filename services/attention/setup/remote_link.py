@@ -7,6 +7,7 @@ from importlib.metadata import version
 import torch
 
 from moe_kernels.exchange.layout import Layout
+from services.attention.setup.batch_size import BatchSize
 from services.config import Settings
 from services.fabric.nccl.lanes import lanes_for
 from services.fabric.secret import read_secret
@@ -41,12 +42,14 @@ def remote_link(
     device: torch.device,
     worker: str,
     *,
+    size: BatchSize,
     colocated: bool = False,
 ) -> TcpLink | SharedMemoryLink:
     """Return a link that has no seats yet: they come with the first routing table.
 
     Args:
         worker: this attention worker's incarnation.
+        size: bounds the rows of a step.
         colocated: one of the seats is in this process, on the same device.
 
     Raises:
@@ -69,7 +72,7 @@ def remote_link(
         memory=memory,
         device=device,
         layers=list(spec.moe_layers),
-        layout=_layout(settings, spec, dtype, memory, COLOCATED_ROWS if shared_gpu else SHARED_ROWS),
+        layout=_layout(size, spec, dtype, memory, COLOCATED_ROWS if shared_gpu else SHARED_ROWS),
         node=node_name(settings),
         options=SharedMemoryOptions(
             deadline_s=settings.exchange_timeout if host else DEADLINE_S,
@@ -80,10 +83,10 @@ def remote_link(
     )
 
 
-def _layout(settings: Settings, spec: ModelSpec, dtype: torch.dtype, memory: PeerMemory, max_rows: int) -> Layout:
+def _layout(size: BatchSize, spec: ModelSpec, dtype: torch.dtype, memory: PeerMemory, max_rows: int) -> Layout:
     """Return the layout of shared memory. Between CPUs answers come unsummed: float32 gives the same tokens as TCP."""
     return Layout(
-        rows=min(max(settings.max_num_seqs, settings.max_num_batched_tokens), max_rows),
+        rows=min(max(size.max_num_seqs, size.max_num_batched_tokens), max_rows),
         hidden=spec.hidden_size,
         slots=spec.top_k,
         dtype=dtype,

@@ -13,17 +13,19 @@ from services.prefix import PrefixScope
 class EngineSettings(BaseModel):
     """The batch, the KV blocks, and how steps are computed."""
 
-    max_num_seqs: int = setting(
-        64,
-        "maximum number of sequences in the batch of an attention worker",
+    max_num_seqs: int | None = setting(
+        None,
+        "maximum number of sequences in the batch of an attention worker (default: 64; on a GPU up to 512, by its "
+        "memory)",
         common=True,
         roles=(ATTENTION,),
         ge=1,
         le=65_536,
     )
-    max_num_batched_tokens: int = setting(
-        512,
-        "maximum number of tokens in one step of an attention worker, prefill and decode together",
+    max_num_batched_tokens: int | None = setting(
+        None,
+        "maximum number of tokens in one step of an attention worker, prefill and decode together (default: 512; on a "
+        "GPU by its memory)",
         common=True,
         roles=(ATTENTION,),
         ge=1,
@@ -31,17 +33,43 @@ class EngineSettings(BaseModel):
     )
     kv_blocks: int | None = setting(
         None,
-        "number of KV blocks (default: as many as fit into --kv-memory-gib)",
+        "number of KV blocks (default: as many as fit into the memory for the KV cache)",
         roles=(ATTENTION,),
         hidden=True,
         ge=1,
     )
-    kv_memory_gib: float = setting(
-        1.0,
-        "memory for the KV cache of each attention worker, in GiB",
+    kv_memory_gib: float | None = setting(
+        None,
+        "memory for the KV cache of each attention worker, in GiB (default: 1; on a GPU what --gpu-memory-utilization "
+        "leaves)",
         common=True,
         roles=(ATTENTION,),
         gt=0,
+        le=1 << 20,
+    )
+    gpu_memory_utilization: float = setting(
+        0.9,
+        "share of a GPU's memory that an attention worker may fill: weights, activations, CUDA graphs, and with the "
+        "rest the KV cache. Workers that `serve` or `workers` puts on one GPU divide it",
+        common=True,
+        roles=(ATTENTION,),
+        gt=0,
+        le=1,
+    )
+    gpu_workers: int = setting(
+        1,
+        "number of attention workers that divide this worker's GPU (set by `serve` and `workers`)",
+        roles=(ATTENTION,),
+        hidden=True,
+        ge=1,
+        le=4096,
+    )
+    gpu_reserved_gib: float = setting(
+        0.0,
+        "memory that expert workers take of this worker's GPU, in GiB (set by `serve` and `workers`)",
+        roles=(ATTENTION,),
+        hidden=True,
+        ge=0,
         le=1 << 20,
     )
     block_size: int = setting(16, "number of tokens in a KV block", roles=(ATTENTION,), ge=1, le=1024)

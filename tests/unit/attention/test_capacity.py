@@ -16,15 +16,15 @@ from services.errors import ConfigError
     ids=["the model's own is lowered", "what was asked for fits", "the model's own fits"],
 )
 def test_the_length_is_what_the_blocks_hold(kv_blocks: int, asked: int | None, length: int) -> None:
-    room = capacity(kv_blocks=kv_blocks, block_size=16, asked=asked, max_position=512)
+    room = capacity(kv_blocks=kv_blocks, block_size=16, block_bytes=1 << 20, asked=asked, max_position=512)
     assert (room.kv_tokens, room.max_model_len, room.lowered) == (16 * kv_blocks, length, length == 320)
 
 
 def test_a_length_that_was_asked_for_and_does_not_fit_is_an_error_that_names_the_way_out() -> None:
-    with pytest.raises(ConfigError, match=r"--kv-memory-gib, or lower --max-model-len to at most 320"):
-        capacity(kv_blocks=20, block_size=16, asked=401, max_position=512)
+    with pytest.raises(ConfigError, match=r"--kv-memory-gib 0.026, or lower --max-model-len to at most 320"):
+        capacity(kv_blocks=20, block_size=16, block_bytes=1 << 20, asked=401, max_position=512)
     with pytest.raises(ConfigError, match="512 positions"):
-        capacity(kv_blocks=2000, block_size=16, asked=513, max_position=512)
+        capacity(kv_blocks=2000, block_size=16, block_bytes=1 << 20, asked=513, max_position=512)
 
 
 @given(st.integers(1, 10_000), st.integers(1, 1000))

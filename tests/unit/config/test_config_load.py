@@ -141,6 +141,7 @@ def test_names_of_vllm_are_taken_where_they_mean_the_same() -> None:
     assert load_settings(["--no-enable-prefix-caching"]).prefix_cache is False
     assert load_settings(["--enable-prefix-caching"]).prefix_cache is True
     assert load_settings(["--num-gpu-blocks-override", "7"]).kv_blocks == 7
+    assert load_settings(["--gpu_memory_utilization", "0.5"]).gpu_memory_utilization == 0.5
     assert set(ALIASES.values()) <= set(Settings.model_fields)
 
 
@@ -155,7 +156,7 @@ def test_underscores_of_an_option_are_dashes() -> None:
     [
         (["--tensor-parallel-size", "2", "m"], "--tensor-parallel-size is not an option here: layers and tensors"),
         (["-tp", "2"], "-tp is not an option here: layers and tensors"),
-        (["--gpu_memory_utilization=0.9"], "--kv-memory-gib X."),
+        (["--kv_cache_memory_bytes=9"], "--kv-memory-gib X."),
         (["--enable-lora"], "LoRA adapters are not supported."),
         (["--no-enable-chunked-prefill"], "leave it out."),
         (["-O3"], "--enforce-eager switches them off."),
@@ -293,7 +294,7 @@ def test_every_knob_has_help_and_concerns_a_role_or_serve() -> None:
 
 def test_there_are_no_more_settings_than_a_reader_can_take_in() -> None:
     seen = [name for name in Settings.model_fields if not is_hidden(name)]
-    assert len(seen) <= 78, "a setting that nobody needs is a constant where it is used"
+    assert len(seen) <= 79, "a setting that nobody needs is a constant where it is used"
 
 
 def test_every_setting_is_under_one_topic() -> None:

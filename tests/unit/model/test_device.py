@@ -6,9 +6,9 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry
 
-from services.errors import ConfigError
+from services.errors import ConfigError, UnfitDevice
 from services.metrics import WorkerMetrics
-from services.model.device import show_memory, torch_device
+from services.model.device import check_device, lacking, show_memory, torch_device
 
 
 @pytest.fixture
@@ -55,3 +55,43 @@ def test_memory_is_shown_of_a_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (50, 80) if device.index == 1 else (0, 1))
     show_memory(gauge, torch.device("cuda:1"))
     assert shown() == {"used": 30, "free": 50}
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "says"),
+    [
+        ((6, 1), torch.float32, "it has compute capability 6.1, and the kernels need 7.0. Choose another GPU"),
+        ((7, 5), torch.bfloat16, "bfloat16 needs 8.0. Give --dtype float16 or float32."),
+        ((7, 5), torch.float16, None),
+        ((8, 0), torch.bfloat16, None),
+        ((10, 0), torch.bfloat16, None),
+    ],
+)
+def test_a_gpu_without_a_needed_feature_says_so(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], dtype: torch.dtype, says: str | None
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "GPU X")
+    monkeypatch.setattr(torch, "ones", lambda *_, **__: torch.zeros(1))
+    gpu = torch.device("cuda:0")
+    if says is None:
+        assert lacking(capability, dtype) is None
+        check_device(gpu, dtype)
+        return
+    with pytest.raises(UnfitDevice) as refusal:
+        check_device(gpu, dtype)
+    assert refusal.value.message.startswith("cuda:0 (GPU X) cannot be used: ")
+    assert says in refusal.value.message
+
+
+def test_a_gpu_that_this_torch_has_no_code_for_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (12, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "GPU X")
+
+    def broken(*_: object, **__: object) -> torch.Tensor:
+        raise RuntimeError("CUDA error: no kernel image is available for execution on the device\nmore")
+
+    monkeypatch.setattr(torch, "ones", broken)
+    with pytest.raises(UnfitDevice, match=r"no kernel image is available for execution on the device\. Install"):
+        check_device(torch.device("cuda:0"), torch.bfloat16)
+    check_device(torch.device("cpu"), torch.bfloat16)

@@ -10,14 +10,16 @@ from typing import Any
 import pytest
 from testkit.models.checkpoints import save_checkpoint
 
+from services.attention.setup.batch_size import batch_size
 from services.config import Settings
 from services.errors import CheckpointError, ConfigError, WorkerExtraMissing
 from services.supervisor import gpus as finding
 from services.supervisor.gpus import Gpus, find_gpus
-from services.supervisor.preflight import Preview, preflight
+from services.supervisor.preflight import EXPERT_WORKER_SPARE, Preview, preflight
 from services.supervisor.tree import _missing
 
 TWO = Gpus(names=("NVIDIA H200", "NVIDIA H200"))
+SEQS = batch_size(seqs=None, tokens=None, gpu_bytes=141 << 30).max_num_seqs
 NONE = Gpus(missing="the driver finds no GPU")
 
 
@@ -97,6 +99,44 @@ def test_it_agrees_with_the_engine_on_the_kv_cache(folder: Path) -> None:
     spec, found = load_spec(folder), _preflight(folder, kv_memory_gib=0.25, dtype="bfloat16")
     assert found.room.kv_blocks == blocks_within(0.25, spec, block_size=16, dtype=torch.bfloat16)
     assert found.kv_bytes == found.room.kv_blocks * block_bytes(spec, block_size=16, dtype=torch.bfloat16)
+
+
+def test_on_a_gpu_the_worker_decides_on_the_kv_cache_unless_it_is_given(folder: Path) -> None:
+    known = Gpus(names=TWO.names, memory=(141 << 30, 141 << 30))
+    found, blind = _preflight(folder, known), _preflight(folder, TWO)
+    assert found.room is None
+    assert found.kv_bytes is None
+    said = "KV cache per attention worker: what weights and steps leave of --gpu-memory-utilization 0.9"
+    assert found.lines()[1:] == [f"{said}; up to {SEQS} requests per batch (--max-num-seqs)"]
+    assert blind.lines()[1:] == [said]
+    given = _preflight(folder, known, kv_memory_gib=0.5, max_num_seqs=9)
+    assert given.room is not None
+    assert "up to 9 requests per batch" in given.lines()[1]
+    with pytest.raises(ConfigError, match="--max-model-len 100000 exceeds the"):
+        _preflight(folder, known, max_model_len=100_000)
+    on_cpu = _preflight(folder, known, device="cpu")
+    assert on_cpu.kv_bytes is not None
+    assert 2**30 - (1 << 20) < on_cpu.kv_bytes <= 2**30, "1 GiB, as ever"
+
+
+def test_workers_on_one_gpu_divide_it(folder: Path) -> None:
+    """An expert worker's weights are taken off first; what is left goes to those with a KV cache in equal parts."""
+    one = Gpus(names=("NVIDIA H200",), memory=(141 << 30,))
+    apart = Settings(model=folder, layout="disaggregated", workers=2, expert_workers=2)
+    shared = preflight(apart, lambda: one)
+    each = shared.expert_worker_bytes
+    assert each == EXPERT_WORKER_SPARE + shared.expert_parameters // 2 * 4
+    reserved = round(2 * each / 2**30, 3)
+    assert shared.shares(apart) == [{"gpu_workers": 2, "gpu_reserved_gib": reserved}] * 2 + [{}, {}]
+    alone = preflight(apart, lambda: Gpus(names=TWO.names * 2))
+    assert alone.shares(apart) == [{}] * 4
+    colocated = Settings(model=folder, layout="colocated", workers=3)
+    assert preflight(colocated, lambda: TWO).shares(colocated) == [
+        {"gpu_workers": 2, "gpu_reserved_gib": 0.0}, {}, {"gpu_workers": 2, "gpu_reserved_gib": 0.0},
+    ]  # fmt: skip
+    for device, shares in (("cpu", [{}, {}]), ("cuda:1", [{"gpu_workers": 2, "gpu_reserved_gib": 0.0}] * 2)):
+        settings = Settings(model=folder, workers=2, device=device)
+        assert preflight(settings, lambda: TWO).shares(settings) == shares
 
 
 def test_gpus_are_found_as_torch_finds_them() -> None:

@@ -15,6 +15,7 @@ from testkit.models.checkpoints import save_checkpoint
 from testkit.processes.certificates import Authority
 from testkit.waiting import until
 
+from services.attention.setup.batch_size import WITHOUT_GPU
 from services.attention.setup.remote_link import remote_link
 from services.config import Settings
 from services.errors import ConfigError
@@ -164,7 +165,7 @@ def test_the_settings_of_both_roles_meet(tmp_path: Path, authority: Authority) -
     try:
         for name, ready in ((NAME, True), (None, False)):
             settings = Settings(layout="disaggregated", fabric_tls_ca=authority.file, fabric_tls_name=name, **facts)
-            link = remote_link(settings, spec, torch.float32, CPU, "attention-0")
+            link = remote_link(settings, spec, torch.float32, CPU, "attention-0", size=WITHOUT_GPU)
             link.apply(table)
             try:
                 until(lambda: link.wait_ready(0.1) or link.faults(), "it is used or refused")  # noqa: B023
