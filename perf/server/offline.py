@@ -46,7 +46,7 @@ BATCHES = (1, 8, 32, 128, 256, 512)
 PROMPTS = ((1, 2000), (16, 2000), (4, 8000), (1, 32_000))
 """How many prompts, of how many tokens."""
 PAST, DRAWN = 128, 128
-MOST = 24
+MAX_KERNELS = 24
 """Kernels that are listed."""
 KV_TOKENS = 300_000
 Found = dict[str, Any]
@@ -210,7 +210,10 @@ class Bench:
                 seconds = self.timed(sizes)
             found = sorted(profile.key_averages(), key=lambda one: -one.self_device_time_total)
             busy = sum(one.self_device_time_total for one in found) / 1e6
-            top = [f"{one.self_device_time_total / 1e3:.2f} ms in {one.count}: {one.key[:90]}" for one in found[:MOST]]
+            top = [
+                f"{one.self_device_time_total / 1e3:.2f} ms in {one.count}: {one.key[:90]}"
+                for one in found[:MAX_KERNELS]
+            ]
             say("\n".join(top))
             yield {"steps": name, "s": seconds, "busy_s": busy, "launches": sum(one.count for one in found)}
 

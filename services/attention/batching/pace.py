@@ -8,10 +8,10 @@ from collections import deque
 from dataclasses import dataclass, field
 from statistics import median
 
-FEWEST_ROWS = 256
+MIN_ROWS = 256
 """Rows that a step with prompts may always have: with fewer, prompts would take several times longer in all."""
 LEARNT_FROM = 256
-"""Fewest rows of prompts from which the time of one is learnt. Fewer disappear in the noise."""
+"""The least rows of prompts from which the time of one is learnt. Fewer disappear in the noise."""
 SAMPLES = 7
 """Steps that are remembered. A decode step is judged by the median, which tolerates three disturbed ones; a row of a
 prompt by the slowest, since it costs more the further the prompt has come."""
@@ -54,7 +54,7 @@ class Pace:
         alone_s = self._alone_s(decodes)
         if not decodes or not row_s or not alone_s:
             return None
-        return max(FEWEST_ROWS, round((self._stretch - 1) * alone_s / row_s))
+        return max(MIN_ROWS, round((self._stretch - 1) * alone_s / row_s))
 
     def note(self, decodes: int, prompt_rows: int, seconds: float) -> None:
         """Learn from a step of so many rows."""

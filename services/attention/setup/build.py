@@ -38,6 +38,9 @@ EngineT = TypeVar("EngineT", bound=SteppedEngine)
 CHECKPOINT = "checkpoint"
 """Where all weights of an attention worker come from."""
 
+PREFILL_STRETCH = 2.0
+"""A step with prompts takes at most so many times as long as one of the same decodes without."""
+
 log = logging.getLogger(__name__)
 
 
@@ -114,7 +117,9 @@ def build(
     engine = Engine(
         model=model,
         link=link,
-        options=engine_options(settings, plan, lookahead=_lookahead(settings, device)),
+        options=engine_options(
+            settings, plan, lookahead=_lookahead(settings, device), prefill_stretch=_prefill_stretch(settings, device)
+        ),
         clock=clock,
         overlap=overlap,
         capture=CudaCapture(device) if device.type == "cuda" and not settings.enforce_eager else None,
@@ -128,6 +133,11 @@ def _lookahead(settings: Settings, device: torch.device) -> Lookahead:
     if settings.enforce_eager:
         return "off"
     return "all" if settings.layout == "local" and device.type == "cuda" else "replayed"
+
+
+def _prefill_stretch(settings: Settings, device: torch.device) -> float | None:
+    """Return how much longer prompts may make steps beside decodes. A size of steps that is asked for is kept."""
+    return PREFILL_STRETCH if device.type == "cuda" and settings.max_num_batched_tokens is None else None
 
 
 def served_model(settings: Settings, *, rank: int | None = None) -> ServedModel:
@@ -171,7 +181,9 @@ def worker_plan(served: ServedModel, model: DenseModel, link: ExpertLink[Any] | 
     return plan
 
 
-def engine_options(settings: Settings, plan: WorkerPlan, *, lookahead: Lookahead) -> EngineOptions:
+def engine_options(
+    settings: Settings, plan: WorkerPlan, *, lookahead: Lookahead, prefill_stretch: float | None = None
+) -> EngineOptions:
     """Return the options of an engine by ``plan``, and what else ``settings`` ask for."""
     return EngineOptions(
         max_num_seqs=plan.size.max_num_seqs,
@@ -182,6 +194,7 @@ def engine_options(settings: Settings, plan: WorkerPlan, *, lookahead: Lookahead
         prefix_cache=settings.prefix_cache,
         prefix_cache_scope=settings.prefix_cache_scope,
         lookahead=lookahead,
+        prefill_stretch=prefill_stretch,
     )
 
 

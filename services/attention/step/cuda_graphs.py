@@ -131,8 +131,8 @@ class StepGraphs(Generic[HandleT]):
                 reason = next(iter(str(error).splitlines()), type(error).__name__)
                 raise ConfigError(
                     f"Steps of {rows} rows cannot be captured as a CUDA graph: {reason}.",
-                    hint="Start with --enforce-eager, or leave more memory free: --kv-memory-gib, "
-                    "--max-num-batched-tokens.",
+                    hint="Start with --enforce-eager, or leave more memory free: --gpu-memory-utilization, "
+                    "--kv-memory-gib, --max-num-batched-tokens.",
                 ) from error
             log.info(
                 "captured CUDA graphs for %d of %d step sizes in %.1f s", number, len(kinds), time.monotonic() - began

@@ -58,6 +58,7 @@ class EngineOptions:
     prefix_cache_scope: PrefixScope = "tenant"
     lookahead: Lookahead = "off"
     prefill_stretch: float | None = None
+    """How many times as long as without prompts a step may take while sequences decode; None: as long as it takes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,8 +20,8 @@ from moe_kernels.paged_attention.work import Work
 from services.model.inputs import PagedPieces, PagedRows, StepInputs
 from services.model.work_lists import Planners, WorkLists, sequences_of
 
-_FEWEST_ROWS = 8
-"""Fewest rows that graphs of pieces are made for: steps of fewer are as fast."""
+_MIN_ROWS = 8
+"""The least rows that graphs of pieces are made for: steps of fewer are as fast."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,7 +118,7 @@ class FixedPieces(FixedInputs):
 
     def __init__(self, most: int, sequences: int, shape: Shape, lists: WorkLists, device: torch.device) -> None:
         buckets = row_buckets(most)
-        super().__init__([rows for rows in buckets if rows >= _FEWEST_ROWS] or [most], shape, device)
+        super().__init__([rows for rows in buckets if rows >= _MIN_ROWS] or [most], shape, device)
         self._blocks_SM = torch.zeros(min(most, sequences), shape.blocks, dtype=torch.int32, device=device)
         self._live_T = torch.zeros(most, dtype=torch.bool, device=device)
         self._planners: dict[int, Planners] = {

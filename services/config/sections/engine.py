@@ -25,7 +25,7 @@ class EngineSettings(BaseModel):
     max_num_batched_tokens: int | None = setting(
         None,
         "maximum number of tokens in one step of an attention worker, prefill and decode together (default: 512; on a "
-        "GPU by its memory)",
+        "GPU by its memory, and beside decodes as many as double the time of a step)",
         common=True,
         roles=(ATTENTION,),
         ge=1,

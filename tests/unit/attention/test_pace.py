@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from testkit.gpu.decode_bench import request
 
-from services.attention.batching.pace import DEARER, FEWEST_ROWS, MARGIN, SAMPLES, Pace
+from services.attention.batching.pace import DEARER, MIN_ROWS, MARGIN, SAMPLES, Pace
 from services.attention.step.engine import Engine
 
 MakeEngine = Callable[..., Engine[Any]]
@@ -24,7 +24,7 @@ def learnt(*, alone_s: float = 0.010, row_s: float = 1e-5, decodes: int = 64) ->
 
 def test_a_step_takes_at_most_the_multiple() -> None:
     assert learnt().rows(64) == 1000
-    assert learnt(row_s=4e-5).rows(64) == FEWEST_ROWS, "the fewest that do not starve prompts"
+    assert learnt(row_s=4e-5).rows(64) == MIN_ROWS, "with less, prompts would take too long"
     assert learnt(alone_s=0.040).rows(64) == 4000
 
 
@@ -42,14 +42,14 @@ def test_without_experience_or_streams_there_is_no_bound() -> None:
     assert pace.rows(64) is None
     pace.note(64, 0, 0.010)
     assert pace.rows(64) is None, "what a row of a prompt takes is not known"
-    pace.note(64, FEWEST_ROWS - 1, 0.5)
-    assert pace.rows(64) is None, "so few tell nothing"
+    pace.note(64, MIN_ROWS - 1, 0.5)
+    assert pace.rows(64) is None, "of so few nothing is learnt"
     pace.note(0, 1000, 0.010)
     assert pace.rows(64) == 1000 / DEARER
     assert pace.rows(0) is None
 
 
-def test_steps_of_prompts_alone_tell_only_until_there_are_others() -> None:
+def test_steps_of_prompts_alone_count_only_until_there_are_others() -> None:
     pace = Pace(2.0 / MARGIN)
     pace.note(64, 0, 0.010)
     pace.note(0, 8000, 0.040)
@@ -65,7 +65,7 @@ def test_slow_moments_are_forgotten() -> None:
         pace.note(64, 0, 1.0)
     assert pace.rows(64) == 1000, "the median of decode steps is what it was"
     pace.note(64, 1000, 1.0)
-    assert pace.rows(64) == FEWEST_ROWS
+    assert pace.rows(64) == MIN_ROWS
     for _ in range(SAMPLES):
         pace.note(64, 300, 0.010 + 300 * 1e-5)
     assert pace.rows(64) == 1000
