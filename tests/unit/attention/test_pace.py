@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from testkit.gpu.decode_bench import request
 
-from services.attention.batching.pace import DEARER, MIN_ROWS, MARGIN, SAMPLES, Pace
+from services.attention.batching.pace import DEARER, MARGIN, MIN_ROWS, SAMPLES, Pace
 from services.attention.step.engine import Engine
 
 MakeEngine = Callable[..., Engine[Any]]
