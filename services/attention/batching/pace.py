@@ -14,7 +14,7 @@ LEARNT_FROM = 256
 """The least rows of prompts from which the time of one is learnt. Fewer disappear in the noise."""
 SAMPLES = 7
 """Steps that are remembered. A decode step is judged by the median, which tolerates three disturbed ones; a row of a
-prompt by the slowest, since it costs more the further the prompt has come."""
+prompt by the slowest but one, since it costs more the further the prompt has come."""
 MARGIN = 0.9
 """What is aimed at, as a share of the bound: steps are not all alike."""
 DEARER = 2.0
@@ -33,6 +33,11 @@ class _Times:
         """The median; of nothing: 0."""
         return median(self.seen) if self.seen else 0.0
 
+    @property
+    def slow(self) -> float:
+        """The slowest but one, which may have been disturbed; of fewer than three the slowest, of nothing: 0."""
+        return sorted(self.seen)[-2 if len(self.seen) > 2 else -1] if self.seen else 0.0  # noqa: PLR2004
+
 
 class Pace:
     """The pace of one engine's steps.
@@ -50,7 +55,7 @@ class Pace:
     def rows(self, decodes: int) -> int | None:
         """Return how many rows of prompts may join ``decodes`` decodes; None: any number, for lack of experience or
         because nobody waits for a token."""
-        row_s = max(self._beside.seen, default=DEARER * self._by_itself.usual)
+        row_s = self._beside.slow or DEARER * self._by_itself.usual
         alone_s = self._alone_s(decodes)
         if not decodes or not row_s or not alone_s:
             return None

@@ -65,15 +65,18 @@ def test_slow_moments_are_forgotten() -> None:
         pace.note(64, 0, 1.0)
     assert pace.rows(64) == 1000, "the median of decode steps is what it was"
     pace.note(64, 1000, 1.0)
+    assert pace.rows(64) == 1000, "one slow step of prompts is no rule"
+    pace.note(64, 1000, 1.0)
     assert pace.rows(64) == MIN_ROWS
     for _ in range(SAMPLES):
         pace.note(64, 300, 0.010 + 300 * 1e-5)
     assert pace.rows(64) == 1000
 
 
-def test_the_next_step_knows_what_became_dearer() -> None:
+def test_two_steps_show_what_became_dearer() -> None:
     pace = learnt()
-    pace.note(64, 1000, 0.010 + 1000 * 2e-5)
+    for _ in range(2):
+        pace.note(64, 1000, 0.010 + 1000 * 2e-5)
     assert pace.rows(64) == 500
 
 
