@@ -25,6 +25,9 @@ FEW = [
     "attention 12-2-96 fp32 mix window",
     "attention neighbours fp32",
     "attention graph fp32",
+    "add_rms_norm fp16 100 rows 17",
+    "qk_norm_rope odd fp16 rows 17",
+    "chain fp32 rows 1",
 ]
 
 
