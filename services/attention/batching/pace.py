@@ -36,7 +36,7 @@ class _Times:
     @property
     def slow(self) -> float:
         """The slowest but one, which may have been disturbed; of fewer than three the slowest, of nothing: 0."""
-        return sorted(self.seen)[-2 if len(self.seen) > 2 else -1] if self.seen else 0.0  # noqa: PLR2004
+        return sorted(self.seen)[-2 if len(self.seen) > 2 else -1] if self.seen else 0.0
 
 
 class Pace:
