@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from testkit.models.attention_steps import small_tiling
 
 from moe_kernels import ArgumentError
+from moe_kernels.paged_attention.op import EVERYTHING
 from moe_kernels.paged_attention.planner import HEADER, ITEM, MERGED, Planner
 from moe_kernels.paged_attention.tiling import Tiling, tiling_for
 
@@ -235,3 +236,13 @@ def test_a_row_fits_every_tile(heads: int, kv_heads: int, prompts: bool) -> None
     tiling = tiling_for(heads=heads, kv_heads=kv_heads, head_dim=128, itemsize=2, multiprocessors=132, prompts=prompts)
     assert tiling.narrow_rows >= 1
     assert (tiling.wide_rows > tiling.narrow_rows) == prompts
+
+
+def test_positions_less_the_window_that_hides_nothing_are_32_bits() -> None:
+    """Rows of no sequence have the lowest positions, down to minus the rows of a step; the planner bounds both."""
+    for argument, most in (("rows", 2**24), ("positions", 2**30)):
+        sizes = {"rows": 1, "sequences": 1, "positions": 1}
+        with pytest.raises(ArgumentError, match=argument):
+            Planner(H200, **(sizes | {argument: most + 1}))
+    assert -(2**24) - EVERYTHING >= -(2**31)
+    assert EVERYTHING >= 2**30

@@ -136,6 +136,16 @@ def test_a_token_that_only_the_device_knows_counts_like_the_others(
             assert found.outcomes() == drawn(Sampler(V, CPU), logits_RV, whole)
 
 
+def test_ends_are_banned_from_rows_that_are_not_ahead() -> None:
+    """Both know three generated tokens of at least four; the device knows one more of the first row."""
+    logits_RV, stop = random_logits(2, 0), frozenset({9})
+    logits_RV[:, 9] += 100.0
+    rows = [row((1, 2, 3, 3), stop=stop, min_tokens=4, temperature=0.0) for _ in range(2)]
+    first, second = Sampler(V, CPU).draw(logits_RV, rows, ahead=1).outcomes()
+    assert first.token_id == 9
+    assert second.token_id != 9
+
+
 @pytest.mark.parametrize("vocab_size", [V, 3001])
 def test_a_draw_does_not_depend_on_the_batch(vocab_size: int) -> None:
     generator = torch.Generator().manual_seed(4)
