@@ -140,7 +140,7 @@ def test_ends_are_banned_from_rows_that_are_not_ahead() -> None:
     """Both know three generated tokens of at least four; the device knows one more of the first row."""
     logits_RV, stop = random_logits(2, 0), frozenset({9})
     logits_RV[:, 9] += 100.0
-    rows = [row((1, 2, 3, 3), stop=stop, min_tokens=4, temperature=0.0) for _ in range(2)]
+    rows = [row((1, 2, 3, 3), prompt_len=1, stop=stop, min_tokens=4, temperature=0.0) for _ in range(2)]
     first, second = Sampler(V, CPU).draw(logits_RV, rows, ahead=1).outcomes()
     assert first.token_id == 9
     assert second.token_id != 9
