@@ -105,5 +105,5 @@ def test_services_call_what_is_recorded() -> None:
                 found |= {name.name for name in node.names}
     assert found == {
         "route", "fused_moe", "combine", "paged_decode", "send_rows", "take_rows", "send_answers", "sum_answers",
-        "take_joined", "send_joined", "add_rms_norm", "qk_norm_rope_write",
+        "take_joined", "send_joined", "add_rms_norm", "qk_norm_rope_write", "paged_attention",
     }  # fmt: skip

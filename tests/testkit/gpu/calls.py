@@ -270,6 +270,8 @@ SERVED: Calls = {
     "route-softmax": partial(router, 128, 8),
     **_decode("bf16", 32, 4, 128),
     **_decode("fp32", 8, 4, 32),
+    **_attention("bf16", 32, 4, 128),
+    **_attention("fp32", 32, 4, 128),
     **_exchange("bf16", 8, shared_gpu=True),
     **_exchange("fp32", 512, "-unsummed", unsummed=True),
     "combine-bf16": partial(sums, "bf16", 2048),
@@ -341,7 +343,7 @@ MORE: Calls = {
     "trained-linear-bf16-grouped": partial(trained_linear, "bf16", rows="grouped", gates=True, narrow=True),
     "trained-linear-fp16-pair": partial(trained_linear, "fp16", rows="pair"),
     "trained-linear-fp32": partial(trained_linear, "fp32", gates=True, narrow=True),
-    **ATTENTION,
+    **{name: call for name, call in ATTENTION.items() if name not in SERVED},
     "rotate-bf16": partial(turned, "bf16"),
     "rotate-fp32": partial(turned, "fp32"),
 }
