@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import multiprocessing
+import signal
 import ssl
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
@@ -12,15 +13,19 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from multiprocessing.connection import Connection
-from typing import Any, TypeVar
+from multiprocessing.process import BaseProcess
+from typing import Any, Literal, TypeVar
+
+import msgspec
 
 from loadgen.answers import line_of
 from loadgen.client import StreamResult
 from loadgen.connections import Session
 from loadgen.errors import ProcessLost
 from loadgen.histograms import latency_of
+from loadgen.interruption import Interruption, signals
 from loadgen.plan import Closed, Plan
-from loadgen.results import Run, Schedule, Shard, Target, Workload
+from loadgen.results import CutShort, Run, Schedule, Shard, Target, Workload
 from loadgen.runner import Runner
 from loadgen.saturation import EVERY_S, Saturation
 from loadgen.seen import Seen
@@ -35,6 +40,9 @@ LEAD_S = 60e-6
 _ALL_READY_S = 0.3
 
 
+Ending = Literal["whole", "saturated", "cut short"]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
     """What one process saw. ``began_at``: second 0 of the schedule, ``started_at``: when it was ready;
@@ -44,7 +52,10 @@ class Part:
     began_at: float
     started_at: float
     connections: int
-    saturated: bool
+    ending: Ending
+    cut_at_s: float | None = None
+    unsent: int | None = None
+    """Conversations, where it is known how many there would have been."""
 
     @property
     def late_start_s(self) -> float:
@@ -75,15 +86,32 @@ Report = Callable[[Progress], None]
 
 
 def drive(
-    plan: Plan, processes: int = 1, report: Report | None = None, on_begin: Callable[[float], None] = lambda _at: None
+    plan: Plan,
+    processes: int = 1,
+    report: Report | None = None,
+    on_begin: Callable[[float], None] = lambda _at: None,
+    stop: Interruption | None = None,
 ) -> Driven:
-    """Returns what a run of ``plan`` saw. It blocks until the last request has ended. ``on_begin`` gets second 0 of the
-    schedule, in Unix seconds, before it comes."""
-    parts = (
-        [on_loop(part_of(plan, report, on_begin=on_begin))] if processes == 1 else _spread(plan, processes, on_begin)
-    )
+    """Returns what a run of ``plan`` saw. It blocks until the last request has ended, or ``stop`` is asked for.
+    ``on_begin`` gets second 0 of the schedule, in Unix seconds, before it comes."""
+    stop = stop or Interruption()
+    if processes == 1:
+        with stop.heard():
+            parts = [on_loop(part_of(plan, report, on_begin=on_begin, stop=stop))]
+    else:
+        parts = _spread(plan, processes, on_begin, stop)
     seen = sorted((seen for part in parts for seen in part.seen), key=lambda seen: seen.scheduled)
-    return Driven(run_of(_facts(plan, parts), seen), seen, any(part.saturated for part in parts))
+    run = msgspec.structs.replace(run_of(_facts(plan, parts), seen), cut_short=_cut_short(parts, stop))
+    return Driven(run, seen, any(part.ending == "saturated" for part in parts))
+
+
+def _cut_short(parts: Sequence[Part], stop: Interruption) -> CutShort | None:
+    ends = [part.cut_at_s for part in parts if part.cut_at_s is not None]
+    if not ends or stop.asked is None:
+        return None
+    left = [part.unsent for part in parts]
+    unsent = None if None in left else sum(part or 0 for part in left)
+    return CutShort(signal=stop.asked, at_s=max(ends), unsent=unsent)
 
 
 def on_loop(work: Coroutine[Any, Any, T]) -> T:
@@ -115,9 +143,10 @@ async def part_of(
     report: Report | None = None,
     ready: Callable[[], float] | None = None,
     on_begin: Callable[[float], None] = lambda _at: None,
+    stop: Interruption | None = None,
 ) -> Part:
-    """Returns what this process sees of its shard of ``plan``. ``ready`` is called when all is made, and returns when
-    to start."""
+    """Returns what this process sees of its shard of ``plan``, until ``stop`` is asked for. ``ready`` is called when
+    all is made, and returns when to start."""
     timers = Timers(lead_s=_lead_s(plan))
     tls = ssl.create_default_context(cafile=plan.ca) if plan.ca else None
     limits = plan.limits
@@ -146,7 +175,8 @@ async def part_of(
         began_at = started_at + SOON_S if start_at is None else start_at
         on_begin(began_at)
         began = time.perf_counter() + began_at - time.time()
-        saturated = await _run(plan, runner, began, report)
+        ending = await _run(plan, runner, began, report, stop or Interruption())
+        cut_at_s = time.perf_counter() - began if ending == "cut short" else None
         timers.close()
         if plan.record_to is not None:
             with plan.record_to.open("ab", buffering=0) as file:  # of other processes, too: in one piece
@@ -156,8 +186,16 @@ async def part_of(
             began_at=began_at,
             started_at=started_at,
             connections=session.opened,
-            saturated=saturated,
+            ending=ending,
+            cut_at_s=cut_at_s,
+            unsent=_unsent(plan, runner.begun),
         )
+
+
+def _unsent(plan: Plan, begun: int) -> int | None:
+    index, of = plan.shard
+    requests = plan.load.requests if isinstance(plan.load, Closed) else len(plan.load.times)
+    return None if requests is None else len(range(index, requests, of)) - begun
 
 
 def _lead_s(plan: Plan) -> float:
@@ -170,8 +208,8 @@ def _recording(lines: list[bytes]) -> Callable[[Mapping[str, object], StreamResu
     return lambda body, result: lines.append(line_of(body, result))
 
 
-async def _run(plan: Plan, runner: Runner, began: float, report: Report | None) -> bool:
-    """Returns whether it was stopped because of a growing backlog."""
+async def _run(plan: Plan, runner: Runner, began: float, report: Report | None, stop: Interruption) -> Ending:
+    """Returns how it ended: saturated by a growing backlog, cut short by ``stop``, or whole."""
     running = asyncio.ensure_future(_loop(plan, runner, began))
     saturation = None
     if plan.stop_saturated and not isinstance(plan.load, Closed) and plan.load.rate:
@@ -181,12 +219,14 @@ async def _run(plan: Plan, runner: Runner, began: float, report: Report | None) 
             seconds = time.perf_counter() - began
             if report is not None:
                 report(_progress(runner, seconds))
-            if saturation is not None and seconds > 0 and saturation.add(seconds, runner.in_flight):
+            grows = saturation is not None and seconds > 0 and saturation.add(seconds, runner.in_flight)
+            if grows or stop.asked is not None:
                 await runner.stop()
+                running.cancel()
                 await asyncio.wait([running])
-                return True
+                return "saturated" if grows else "cut short"
         await running
-        return False
+        return "whole"
     finally:
         running.cancel()
         await runner.stop()
@@ -208,8 +248,9 @@ def _progress(runner: Runner, seconds: float) -> Progress:
     return Progress(seconds, runner.sent, len(runner.seen), runner.in_flight, failed)
 
 
-def _spread(plan: Plan, processes: int, on_begin: Callable[[float], None]) -> list[Part]:
-    """Returns what ``processes`` see that begin together. They share this plan's shard among them."""
+def _spread(plan: Plan, processes: int, on_begin: Callable[[float], None], stop: Interruption) -> list[Part]:
+    """Returns what ``processes`` see that begin together. They share this plan's shard among them, and end with a
+    SIGTERM if ``stop`` is asked for."""
     context = multiprocessing.get_context("spawn")
     index, of = plan.shard
     started = []
@@ -227,11 +268,17 @@ def _spread(plan: Plan, processes: int, on_begin: Callable[[float], None]) -> li
         on_begin(start_at)
         for _, pipe in started:
             pipe.send(start_at)
-        return [_received(pipe) for _, pipe in started]
+        with stop.heard(lambda: _terminate([process for process, _ in started])):
+            return [_received(pipe) for _, pipe in started]
     finally:
         for process, _ in started:
             process.terminate()
             process.join()
+
+
+def _terminate(processes: Sequence[BaseProcess]) -> None:
+    for process in processes:
+        process.terminate()
 
 
 def _child(plan: Plan, pipe: Connection) -> None:
@@ -240,8 +287,12 @@ def _child(plan: Plan, pipe: Connection) -> None:
         return float(pipe.recv())
 
     try:
-        pipe.send(on_loop(part_of(plan, ready=ready)))
-    except KeyboardInterrupt:  # the parent has it, too
+        with signals() as stop:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent has it, too, and passes it on
+            with stop.heard():
+                part = on_loop(part_of(plan, ready=ready, stop=stop))
+        pipe.send(part)
+    except KeyboardInterrupt:
         return
     except Exception as error:  # noqa: BLE001 -- the parent raises it
         pipe.send(error)

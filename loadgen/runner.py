@@ -64,6 +64,8 @@ class Runner:
     """By time.perf_counter."""
     in_flight: int = 0
     sent: int = 0
+    begun: int = 0
+    """Conversations."""
     _due: Iterator[tuple[int, float]] = field(default_factory=lambda: iter(()))
     _waiting: deque[tuple[_Request, float]] = field(default_factory=deque)
     """Made, in the order in which they are due."""
@@ -101,7 +103,7 @@ class Runner:
         await self._rest()
 
     async def stop(self) -> None:
-        """Send nothing more, and hang up."""
+        """Send nothing more, and hang up on what is under way, which is seen as unfinished."""
         self._waiting.clear()
         self._due = iter(())
         self._all_sent.set()
@@ -190,6 +192,7 @@ class Runner:
         """Follow one conversation from its first turn, which ``asking`` has sent, to its last."""
         conversation = request.conversation
         answers: list[StreamResult] = []
+        self.begun += 1
         if asking is not None:
             self._make_another()
         for turn in range(len(conversation.turns)):
@@ -210,13 +213,16 @@ class Runner:
         sent = asking.result.started - self.began
         seen = Seen(number=request.number, scheduled=due, lag_s=sent - due, sent=sent, outcome="failed")
         seen.tenant, seen.name = request.conversation.tenant, turn.name
-        while True:
-            pause_s = await self._try(request, asking, seen)
-            if pause_s is None:
-                break
-            await self.timers.until(time.perf_counter() + pause_s)
-            asking = self._ask(request)
-            seen.tries += 1
+        try:
+            while (pause_s := await self._try(request, asking, seen)) is not None:
+                await self.timers.until(time.perf_counter() + pause_s)
+                asking = self._ask(request)
+                seen.tries += 1
+        except asyncio.CancelledError:
+            seen.outcome, seen.error, seen.ended = "unfinished", None, self._now()
+            self._note(request, seen, asking.result)
+            self.seen.append(seen)
+            raise
         self._note(request, seen, asking.result)
         return seen, asking.result
 

@@ -18,7 +18,7 @@ from loadgen.results import Objective, Probe
 
 Measure = Callable[[float, float], Driven]
 """A run at a rate, for so many seconds."""
-Verdict = Literal["met", "missed", "unsure", "saturated", "invalid"]
+Verdict = Literal["met", "missed", "unsure", "saturated", "invalid", "cut short"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,7 +64,10 @@ class RateSearch:
         options = self.options
         low, high, rate = 0.0, math.inf, options.start
         while len(self._probes) < options.most_probes:
-            if self._met(rate):
+            met = self._met(rate)
+            if self._probes[-1].verdict == "cut short":
+                break
+            if met:
                 low = rate
             else:
                 high = rate
@@ -112,6 +115,8 @@ class RateSearch:
 def judged(driven: Driven, objectives: Sequence[Objective], options: SearchOptions) -> tuple[Verdict, str, bool]:
     """Returns the verdict on a run, why, and whether by its values alone the objectives were met."""
     run = driven.run
+    if run.cut_short is not None:
+        return "cut short", f"{run.cut_short.signal} ended it after {run.cut_short.at_s:.0f} s", False
     if driven.saturated:
         return "saturated", "more requests were under way all the time, until it was stopped", False
     if not run.validity.valid:

@@ -145,7 +145,7 @@ def errors(every: Iterable[Seen]) -> list[ErrorGroup]:
     """Returns the kinds of ends that were no answers, most frequent first."""
     found: dict[str, list[Seen]] = defaultdict(list)
     for seen in every:
-        if seen.error is not None and seen.outcome not in ("ok", "wrong", "disconnected"):
+        if seen.error is not None and seen.outcome not in ("ok", "wrong", "disconnected", "unfinished"):
             found[seen.error[0]].append(seen)
     kinds = sorted(found.items(), key=lambda each: -len(each[1]))
     return [_error(kind, seen) for kind, seen in kinds]

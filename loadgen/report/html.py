@@ -48,7 +48,7 @@ def _head(results: Results, found: Verdict, title: str) -> Html:
 
 
 def _shade(level: Level) -> str:
-    return {Level.GOOD: "good", Level.MISSED: "missed"}.get(level, "bad")
+    return {Level.GOOD: "good", Level.MISSED: "missed", Level.CUT_SHORT: "missed"}.get(level, "bad")
 
 
 def _of_run(run: Run) -> Iterator[Html]:
