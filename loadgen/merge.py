@@ -39,6 +39,11 @@ def merge(runs: Sequence[Run]) -> Run:
         NotMergeable: they are not, or one is missing or there twice.
     """
     _check(runs)
+    return add_up(runs)
+
+
+def add_up(runs: Sequence[Run]) -> Run:
+    """Returns the sum of ``runs``, which have no request in common."""
     first = runs[0]
     latency = _latency([run.latency for run in runs])
     counts = _counts([run.counts for run in runs])

@@ -46,7 +46,8 @@ class _Request:
 @dataclass(kw_only=True, slots=True)
 class Runner:
     """Clients of the server at ``url``. ``key``: of those without a tenant. ``answers`` are what they must get, if
-    anything is known. ``seen`` grows with each request that ends. Moments are seconds after ``began``."""
+    anything is known. ``seen`` grows with each request that ends, unless ``keep`` takes it. Moments are seconds after
+    ``began``."""
 
     session: Session
     timers: Timers
@@ -60,10 +61,15 @@ class Runner:
     on_answer: Callable[[Mapping[str, object], StreamResult], None] | None = None
     """Gets the body and the answer of each request that is answered."""
     seen: list[Seen] = field(default_factory=list)
+    keep: Callable[[Seen], None] | None = None
+    """Gets what would go into ``seen``."""
     began: float = 0.0
     """By time.perf_counter."""
     in_flight: int = 0
     sent: int = 0
+    ended: int = 0
+    lately: deque[bool] = field(default_factory=partial(deque, maxlen=1000))
+    """Whether the last requests have failed."""
     begun: int = 0
     """Conversations."""
     _due: Iterator[tuple[int, float]] = field(default_factory=lambda: iter(()))
@@ -202,7 +208,7 @@ class Runner:
                 await self.timers.until(self.began + due)
             seen, result = await self._follow(request, due, asking or self._ask(request))
             asking = None
-            self.seen.append(seen)
+            self._keep(seen)
             if seen.outcome not in ("ok", "wrong"):
                 return
             answers.append(result)
@@ -221,7 +227,7 @@ class Runner:
         except asyncio.CancelledError:
             seen.outcome, seen.error, seen.ended = "unfinished", None, self._now()
             self._note(request, seen, asking.result)
-            self.seen.append(seen)
+            self._keep(seen)
             raise
         self._note(request, seen, asking.result)
         return seen, asking.result
@@ -249,6 +255,11 @@ class Runner:
         if seen.outcome in ("ok", "disconnected", "timeout"):
             return None
         return self.manners.pause_s(result, seen.tries, broken=broken)
+
+    def _keep(self, seen: Seen) -> None:
+        self.ended += 1
+        self.lately.append(seen.outcome not in ("ok", "disconnected"))
+        (self.keep or self.seen.append)(seen)
 
     def _note(self, request: _Request, seen: Seen, result: StreamResult) -> None:
         seen.status, seen.request_id = result.status, result.request_id

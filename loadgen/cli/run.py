@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import importlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import msgspec
 
@@ -51,13 +52,14 @@ def run(argv: Sequence[str]) -> int:
     around = Around.from_args(options, options.url)
     plan = plan_of(options, load, replay, given(options, argv))
     around.check(load.seconds or None)
-    with signals() as stop, around.following() as following:
+    with signals() as stop, TemporaryDirectory(prefix="expertmesh-load-") as folder, around.following() as following:
         start_at = options.start_at.at(time.time()) if options.start_at else None
         plan = replace(plan, shard=options.shard, start_at=start_at, record_to=_fresh(options.record_answers))
-        driven = _drive(options, plan, stop, following.begin)
+        driven = _drive(options, replace(plan, spool=Path(folder)), stop, following.begin)
+        if options.requests_file is not None:
+            _write_requests(options.requests_file, driven.every())
     result = around.complete(driven.run)
     if options.requests_file is not None:
-        _write_requests(options.requests_file, driven.seen)
         result = msgspec.structs.replace(result, requests_file=options.requests_file.name)
     return _put_out(options, result)
 
@@ -226,8 +228,9 @@ def _fresh(path: Path | None) -> Path | None:
     return path
 
 
-def _write_requests(path: Path, every: Sequence[Seen]) -> None:
-    path.write_bytes(b"".join(msgspec.json.encode(seen.record()) + b"\n" for seen in every))
+def _write_requests(path: Path, every: Iterable[Seen]) -> None:
+    with path.open("wb") as file:
+        file.writelines(msgspec.json.encode(seen.record()) + b"\n" for seen in every)
 
 
 def _put_out(options: argparse.Namespace, results: Results) -> int:
