@@ -24,7 +24,9 @@ PACKAGES = {
 FILES = [f"helm/expertmesh/{folder}" for folder in ("dashboards", "rules")]
 pytestmark = [
     pytest.mark.alone,
-    pytest.mark.night("pyproject.toml", "expertmesh", "services/demo", "services/errors.py", "services/supervisor"),
+    pytest.mark.night(
+        "pyproject.toml", "expertmesh", "loadgen", "services/demo", "services/errors.py", "services/supervisor"
+    ),
 ]
 
 
