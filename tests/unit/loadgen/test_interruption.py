@@ -58,10 +58,10 @@ def test_a_signal_that_nobody_hears_and_a_second_one_end_the_program() -> None:
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGTERM)
         assert stop.asked is None
-        told: list[str] = []
-        with stop.heard(lambda: told.append("first")), stop.heard():
+        heard: list[str] = []
+        with stop.heard(lambda: heard.append("first")), stop.heard():
             signal.raise_signal(signal.SIGINT)
-            assert (stop.asked, told) == ("SIGINT", ["first"])
+            assert (stop.asked, heard) == ("SIGINT", ["first"])
             with pytest.raises(KeyboardInterrupt):
                 signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
