@@ -4,6 +4,7 @@ A wheel keeps ``services`` and ``moe_kernels`` in a folder of this package, whic
 here and of no others: in an environment, such names belong to nobody. In a clone they lie beside this package.
 """
 
+import importlib
 import sys
 from pathlib import Path
 
@@ -11,13 +12,16 @@ PACKAGES = Path(__file__).with_name("_packages")
 """The root of what a wheel brings; the paths below it are those of a clone, but for kernels/moe_kernels."""
 
 
-def main() -> int:
-    """Runs the command in the process's arguments and returns its exit code."""
+def command(module: str) -> int:
+    """Runs the ``main`` of ``module`` on the process's arguments and returns its exit code."""
     if PACKAGES.is_dir():
         sys.path.insert(0, str(PACKAGES))
-    from services.cli.main import main as run
+    return int(importlib.import_module(module).main())
 
-    return run()
+
+def main() -> int:
+    """Runs ``expertmesh``."""
+    return command("services.cli.main")
 
 
 if __name__ == "__main__":

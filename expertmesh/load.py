@@ -2,16 +2,12 @@
 
 import sys
 
-from expertmesh.__main__ import PACKAGES
+from expertmesh.__main__ import command
 
 
 def main() -> int:
-    """Runs the command in the process's arguments and returns its exit code."""
-    if PACKAGES.is_dir():
-        sys.path.insert(0, str(PACKAGES))
-    from loadgen.command import main as run
-
-    return run()
+    """Runs ``expertmesh-load``."""
+    return command("loadgen.command")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""Renders the chart into manifests/, one folder for each profile and one for observability, ready for
-kustomize. `--check` compares instead.
+"""Renders the chart into manifests/, one folder for each profile, and folders for observability and for a load
+of any profile, ready for kustomize. `--check` compares instead.
 
 Secrets are not rendered, because every rendering would draw new ones: manifests/README.md says how to make them.
 """
@@ -24,6 +24,8 @@ OBSERVABILITY = {
     "prometheusrule.yaml": "metrics.prometheusRule.enabled=true",
 }
 """Templates of the folder ``observability``, which fits each profile, and the value that each needs."""
+LOADGEN = ["loadgen-job.yaml", "loadgen-serviceaccount.yaml", "networkpolicy-loadgen.yaml"]
+"""Templates of the folder ``loadgen``, the Job that measures a server of any profile."""
 _SECRETS = {
     "redis.auth.existingSecret": "expertmesh-redis",
     "redis.acl.existingSecret": "expertmesh-redis-users",
@@ -50,13 +52,21 @@ def helm() -> str:
 
 def rendered(profile: str) -> str:
     """The objects of ``profile``, as `helm template` prints them."""
-    values = [*PROFILES[profile], *(f"{name}={secret}" for name, secret in _SECRETS.items())]
-    return _template(values, "--values", str(CHART / f"values-{profile}.yaml"))
+    return _template([*PROFILES[profile], *_secrets()], "--values", str(CHART / f"values-{profile}.yaml"))
 
 
 def observability() -> str:
     """Dashboards, alerts and what Prometheus scrapes, for a server of any profile."""
     return _template(OBSERVABILITY.values(), *(word for name in OBSERVABILITY for word in _only(name)))
+
+
+def loadgen() -> str:
+    """The Job that sends load, with the key `api-key` of the Secret of keys."""
+    return _template(["loadgen.enabled=true", *_secrets()], *(word for name in LOADGEN for word in _only(name)))
+
+
+def _secrets() -> list[str]:
+    return [f"{name}={secret}" for name, secret in _SECRETS.items()]
 
 
 def _only(template: str) -> tuple[str, str]:
@@ -71,7 +81,8 @@ def _template(values: Iterable[str], *words: str) -> str:
 
 def results() -> dict[Path, str]:
     """File -> what it should hold."""
-    objects = {profile: rendered(profile) for profile in PROFILES} | {"observability": observability()}
+    objects = {profile: rendered(profile) for profile in PROFILES}
+    objects |= {"observability": observability(), "loadgen": loadgen()}
     return {
         OUT / folder / name: text
         for folder, rendering in objects.items()

@@ -40,7 +40,10 @@ COMMANDS: Mapping[str, Command] = {
 
 def _usage() -> str:
     lines = [f"  {name:8} {command.about}" for name, command in COMMANDS.items()]
-    codes = "0 all is well, 1 wrong answers, failed requests or an objective missed, 2 usage, 3 the run is invalid"
+    codes = (
+        "0 all is well, 1 wrong answers, failed requests or an objective missed, 2 usage, 3 the run is invalid, "
+        "4 it was cut short"
+    )
     return "\n".join(
         [
             "usage: expertmesh-load COMMAND ...",

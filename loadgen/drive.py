@@ -4,28 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import multiprocessing
+import signal
 import ssl
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
+
+import msgspec
 
 from loadgen.answers import line_of
 from loadgen.client import StreamResult
 from loadgen.connections import Session
 from loadgen.errors import ProcessLost
-from loadgen.histograms import latency_of
+from loadgen.interruption import Interruption, signals
+from loadgen.parts import Ending, Part, cut_short, requests_of, summed_up
 from loadgen.plan import Closed, Plan
-from loadgen.results import Run, Schedule, Shard, Target, Workload
+from loadgen.results import Run
 from loadgen.runner import Runner
 from loadgen.saturation import EVERY_S, Saturation
 from loadgen.seen import Seen
-from loadgen.summary import Facts, run_of
-from loadgen.timeline import interval_s
+from loadgen.spool import PIECE, Spool
 from loadgen.timers import Timers
 
 T = TypeVar("T")
@@ -33,22 +37,6 @@ SOON_S = 0.05
 """From when all is made until the schedule begins."""
 LEAD_S = 60e-6
 _ALL_READY_S = 0.3
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
-    """What one process saw. ``began_at``: second 0 of the schedule, ``started_at``: when it was ready;
-    both in Unix seconds."""
-
-    seen: list[Seen]
-    began_at: float
-    started_at: float
-    connections: int
-    saturated: bool
-
-    @property
-    def late_start_s(self) -> float:
-        return max(0.0, self.started_at - self.began_at)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,26 +52,40 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Driven:
-    """A run, and each of its requests. ``saturated``: it was stopped, for the server's backlog grew."""
+    """A run, and each of its requests, which a long one has in ``parts`` alone. ``saturated``: it was stopped, for the
+    server's backlog grew."""
 
     run: Run
     seen: Sequence[Seen]
     saturated: bool
+    parts: Sequence[Part] = ()
+
+    def every(self) -> Iterator[Seen]:
+        """Returns each request, those of a long run in no order."""
+        return iter(self.seen) if self.seen else itertools.chain.from_iterable(map(requests_of, self.parts))
 
 
 Report = Callable[[Progress], None]
 
 
 def drive(
-    plan: Plan, processes: int = 1, report: Report | None = None, on_begin: Callable[[float], None] = lambda _at: None
+    plan: Plan,
+    processes: int = 1,
+    report: Report | None = None,
+    on_begin: Callable[[float], None] = lambda _at: None,
+    stop: Interruption | None = None,
 ) -> Driven:
-    """Returns what a run of ``plan`` saw. It blocks until the last request has ended. ``on_begin`` gets second 0 of the
-    schedule, in Unix seconds, before it comes."""
-    parts = (
-        [on_loop(part_of(plan, report, on_begin=on_begin))] if processes == 1 else _spread(plan, processes, on_begin)
-    )
-    seen = sorted((seen for part in parts for seen in part.seen), key=lambda seen: seen.scheduled)
-    return Driven(run_of(_facts(plan, parts), seen), seen, any(part.saturated for part in parts))
+    """Returns what a run of ``plan`` saw. It blocks until the last request has ended, or ``stop`` is asked for.
+    ``on_begin`` gets second 0 of the schedule, in Unix seconds, before it comes."""
+    stop = stop or Interruption()
+    if processes == 1:
+        with stop.heard():
+            parts = [on_loop(part_of(plan, report, on_begin=on_begin, stop=stop))]
+    else:
+        parts = _spread(plan, processes, on_begin, stop)
+    run, seen = summed_up(plan, parts)
+    run = msgspec.structs.replace(run, cut_short=cut_short(parts, stop.asked))
+    return Driven(run, seen, any(part.ending == "saturated" for part in parts), parts)
 
 
 def on_loop(work: Coroutine[Any, Any, T]) -> T:
@@ -115,9 +117,10 @@ async def part_of(
     report: Report | None = None,
     ready: Callable[[], float] | None = None,
     on_begin: Callable[[float], None] = lambda _at: None,
+    stop: Interruption | None = None,
 ) -> Part:
-    """Returns what this process sees of its shard of ``plan``. ``ready`` is called when all is made, and returns when
-    to start."""
+    """Returns what this process sees of its shard of ``plan``, until ``stop`` is asked for. ``ready`` is called when
+    all is made, and returns when to start."""
     timers = Timers(lead_s=_lead_s(plan))
     tls = ssl.create_default_context(cafile=plan.ca) if plan.ca else None
     limits = plan.limits
@@ -125,6 +128,7 @@ async def part_of(
         connect_s=limits.connect_s, silence_s=limits.silence_s, total_s=limits.total_s, tls=tls, between=timers.poll
     ) as session:
         lines: list[bytes] = []
+        spool = _spool(plan)
         runner = Runner(
             session=session,
             timers=timers,
@@ -136,6 +140,7 @@ async def part_of(
             key=plan.key,
             answers=plan.answers,
             on_answer=_recording(lines) if plan.record_to else plan.on_answer,
+            keep=spool.add if spool else None,
         )
         if not isinstance(plan.load, Closed):
             index, of = plan.shard
@@ -146,18 +151,37 @@ async def part_of(
         began_at = started_at + SOON_S if start_at is None else start_at
         on_begin(began_at)
         began = time.perf_counter() + began_at - time.time()
-        saturated = await _run(plan, runner, began, report)
+        ending = await _run(plan, runner, began, report, stop or Interruption())
+        cut_at_s = time.perf_counter() - began if ending == "cut short" else None
         timers.close()
         if plan.record_to is not None:
             with plan.record_to.open("ab", buffering=0) as file:  # of other processes, too: in one piece
                 file.write(b"".join(lines))
         return Part(
             seen=runner.seen,
+            spooled=spool.close() if spool else None,
             began_at=began_at,
             started_at=started_at,
             connections=session.opened,
-            saturated=saturated,
+            ending=ending,
+            cut_at_s=cut_at_s,
+            unsent=_unsent(plan, runner.begun),
         )
+
+
+def _spool(plan: Plan) -> Spool | None:
+    """Returns where requests go that may be more than a piece; None where they fit into memory."""
+    requests = plan.load.requests if isinstance(plan.load, Closed) else len(plan.load.times)
+    index, of = plan.shard
+    if plan.spool is None or (requests is not None and requests <= PIECE):
+        return None
+    return Spool(plan.spool / f"{index}-of-{of}")
+
+
+def _unsent(plan: Plan, begun: int) -> int | None:
+    index, of = plan.shard
+    requests = plan.load.requests if isinstance(plan.load, Closed) else len(plan.load.times)
+    return None if requests is None else len(range(index, requests, of)) - begun
 
 
 def _lead_s(plan: Plan) -> float:
@@ -170,8 +194,8 @@ def _recording(lines: list[bytes]) -> Callable[[Mapping[str, object], StreamResu
     return lambda body, result: lines.append(line_of(body, result))
 
 
-async def _run(plan: Plan, runner: Runner, began: float, report: Report | None) -> bool:
-    """Returns whether it was stopped because of a growing backlog."""
+async def _run(plan: Plan, runner: Runner, began: float, report: Report | None, stop: Interruption) -> Ending:
+    """Returns how it ended: saturated by a growing backlog, cut short by ``stop``, or whole."""
     running = asyncio.ensure_future(_loop(plan, runner, began))
     saturation = None
     if plan.stop_saturated and not isinstance(plan.load, Closed) and plan.load.rate:
@@ -181,12 +205,14 @@ async def _run(plan: Plan, runner: Runner, began: float, report: Report | None) 
             seconds = time.perf_counter() - began
             if report is not None:
                 report(_progress(runner, seconds))
-            if saturation is not None and seconds > 0 and saturation.add(seconds, runner.in_flight):
+            grows = saturation is not None and seconds > 0 and saturation.add(seconds, runner.in_flight)
+            if grows or stop.asked is not None:
                 await runner.stop()
+                running.cancel()
                 await asyncio.wait([running])
-                return True
+                return "saturated" if grows else "cut short"
         await running
-        return False
+        return "whole"
     finally:
         running.cancel()
         await runner.stop()
@@ -204,12 +230,12 @@ async def _loop(plan: Plan, runner: Runner, began: float) -> None:
 
 
 def _progress(runner: Runner, seconds: float) -> Progress:
-    failed = sum(seen.outcome not in ("ok", "disconnected") for seen in runner.seen[-1000:])
-    return Progress(seconds, runner.sent, len(runner.seen), runner.in_flight, failed)
+    return Progress(seconds, runner.sent, runner.ended, runner.in_flight, sum(runner.lately))
 
 
-def _spread(plan: Plan, processes: int, on_begin: Callable[[float], None]) -> list[Part]:
-    """Returns what ``processes`` see that begin together. They share this plan's shard among them."""
+def _spread(plan: Plan, processes: int, on_begin: Callable[[float], None], stop: Interruption) -> list[Part]:
+    """Returns what ``processes`` see that begin together. They share this plan's shard among them, and end with a
+    SIGTERM if ``stop`` is asked for."""
     context = multiprocessing.get_context("spawn")
     index, of = plan.shard
     started = []
@@ -227,11 +253,17 @@ def _spread(plan: Plan, processes: int, on_begin: Callable[[float], None]) -> li
         on_begin(start_at)
         for _, pipe in started:
             pipe.send(start_at)
-        return [_received(pipe) for _, pipe in started]
+        with stop.heard(lambda: _terminate([process for process, _ in started])):
+            return [_received(pipe) for _, pipe in started]
     finally:
         for process, _ in started:
             process.terminate()
             process.join()
+
+
+def _terminate(processes: Sequence[BaseProcess]) -> None:
+    for process in processes:
+        process.terminate()
 
 
 def _child(plan: Plan, pipe: Connection) -> None:
@@ -240,8 +272,12 @@ def _child(plan: Plan, pipe: Connection) -> None:
         return float(pipe.recv())
 
     try:
-        pipe.send(on_loop(part_of(plan, ready=ready)))
-    except KeyboardInterrupt:  # the parent has it, too
+        with signals() as stop:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent has it, too, and passes it on
+            with stop.heard():
+                part = on_loop(part_of(plan, ready=ready, stop=stop))
+        pipe.send(part)
+    except KeyboardInterrupt:
         return
     except Exception as error:  # noqa: BLE001 -- the parent raises it
         pipe.send(error)
@@ -255,80 +291,3 @@ def _received(pipe: Connection) -> Any:
     if isinstance(found, Exception):
         raise found
     return found
-
-
-def _facts(plan: Plan, parts: Sequence[Part]) -> Facts:
-    load = plan.load
-    closed = isinstance(load, Closed)
-    mean_gap_s = None if isinstance(load, Closed) else load.mean_gap_s
-    return Facts(
-        version=_version(),
-        label=plan.label,
-        target=Target(
-            url=plan.url,
-            model=plan.bodies.model,
-            endpoint=plan.bodies.endpoint,
-            stream=plan.stream,
-            server=plan.server,
-        ),
-        schedule=_schedule(plan, parts),
-        workload=_workload(plan, parts),
-        began_at=min(part.began_at for part in parts),
-        interval_s=interval_s(load.seconds or 0.0),
-        lag_limit_s=None if closed else plan.lag_limit.of(mean_gap_s),
-        objectives=plan.objectives,
-        confidence=plan.confidence,
-        reference=plan.answers.source if plan.answers else None,
-        connections=sum(part.connections for part in parts),
-        shards=[_shard(plan, number, len(parts), part) for number, part in enumerate(parts)],
-        settings=plan.settings,
-    )
-
-
-def _schedule(plan: Plan, parts: Sequence[Part]) -> Schedule:
-    load = plan.load
-    if isinstance(load, Closed):
-        requests = sum(len(part.seen) for part in parts)
-        seconds = load.seconds or max((seen.ended for part in parts for seen in part.seen), default=0.0)
-        text = f"{load.clients} clients that wait for each answer"
-        return Schedule(kind="closed", text=text, requests=requests, duration_s=seconds, concurrency=load.clients)
-    gap = load.mean_gap_s
-    return Schedule(
-        kind=load.kind,
-        text=load.text,
-        requests=len(load.times),
-        duration_s=load.seconds,
-        rate=load.rate,
-        mean_gap_ms=None if gap is None else gap * 1e3,
-    )
-
-
-def _workload(plan: Plan, parts: Sequence[Part]) -> Workload:
-    asked = [seen.prompt_tokens for part in parts for seen in part.seen if seen.prompt_tokens is not None]
-    given = [seen.output_tokens for part in parts for seen in part.seen if seen.outcome in ("ok", "wrong")]
-    return Workload(
-        kind=plan.source.kind,
-        text=plan.source.text,
-        prompt_tokens_mean=sum(asked) / len(asked) if asked else None,
-        output_tokens_mean=sum(given) / len(given) if given else None,
-    )
-
-
-def _shard(plan: Plan, number: int, parts: int, part: Part) -> Shard:
-    index, of = plan.shard
-    lag = latency_of(seen.lag_s for seen in part.seen)
-    return Shard(
-        index=index + of * number,
-        of=of * parts,
-        requests=len(part.seen),
-        lag_p99_ms=lag.p99_ms if lag else 0.0,
-        started_at=part.started_at,
-        late_start_s=part.late_start_s,
-    )
-
-
-def _version() -> str:
-    try:
-        return version("expertmesh")
-    except PackageNotFoundError:
-        return "unknown"

@@ -4,6 +4,7 @@
 1   wrong answers, failed requests, or an objective missed
 2   the command cannot be done as it was given
 3   the run is invalid: its figures say nothing of the server
+4   the run was cut short by a signal: what it had seen is written
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import ClassVar
 
 from services.errors import ExpertMeshError
 
-OK, MISSED, USAGE, INVALID = range(4)
+OK, MISSED, USAGE, INVALID, CUT_SHORT = range(5)
 
 
 class LoadError(ExpertMeshError):

@@ -14,6 +14,7 @@ from loadgen.objectives import with_histogram
 from loadgen.results import (
     Correctness,
     Counts,
+    CutShort,
     ErrorGroup,
     Group,
     Interval,
@@ -38,6 +39,11 @@ def merge(runs: Sequence[Run]) -> Run:
         NotMergeable: they are not, or one is missing or there twice.
     """
     _check(runs)
+    return add_up(runs)
+
+
+def add_up(runs: Sequence[Run]) -> Run:
+    """Returns the sum of ``runs``, which have no request in common."""
     first = runs[0]
     latency = _latency([run.latency for run in runs])
     counts = _counts([run.counts for run in runs])
@@ -66,8 +72,17 @@ def merge(runs: Sequence[Run]) -> Run:
         shards=shards,
         events=sorted((event for run in runs for event in run.events), key=lambda event: event.at_s),
         series=next((run.series for run in runs if run.series), []),
+        cut_short=_cut_short([run.cut_short for run in runs if run.cut_short]),
         requests_file=None,
     )
+
+
+def _cut_short(parts: Sequence[CutShort]) -> CutShort | None:
+    if not parts:
+        return None
+    left = [part.unsent for part in parts]
+    unsent = None if None in left else sum(part or 0 for part in left)
+    return msgspec.structs.replace(parts[0], at_s=max(part.at_s for part in parts), unsent=unsent)
 
 
 def _ttft(record: object) -> float:

@@ -45,6 +45,10 @@ _ONE: Mapping[Metric, Callable[[Seen], float | None]] = {
 }
 
 
+_TO_THE_END: Mapping[Metric, Metric] = {"ttft": "e2e", "e2e": "e2e", "service_ttft": "service", "service": "service"}
+"""Metrics of a wait, with the one that says how long it was for a request whose end nobody saw."""
+
+
 def values(metric: Metric, seen: Seen) -> Sequence[float]:
     """Returns the values in seconds that a request which was answered adds to ``metric``."""
     if metric == "itl":
@@ -53,12 +57,19 @@ def values(metric: Metric, seen: Seen) -> Sequence[float]:
     return () if value is None else (value,)
 
 
-def due(metric: Metric, every: Sequence[Seen]) -> Iterator[tuple[Seen, Sequence[float]]]:
+def due(objective: Objective, every: Sequence[Seen]) -> Iterator[tuple[Seen, Sequence[float]]]:
     """Returns requests that count for an objective, with their values. One that was not answered has never had its
-    first token and its end; what left on purpose does not count."""
+    first token and its end; what left on purpose does not count, nor what the end of the run cut off before it was
+    late."""
+    metric = objective.metric
     for seen in every:
         if seen.outcome in ("ok", "wrong"):
             yield seen, values(metric, seen)
+        elif seen.outcome == "unfinished":
+            if metric in ("ttft", "service_ttft") and seen.first_token is not None:
+                yield seen, values(metric, seen)
+            elif metric in _TO_THE_END and values(_TO_THE_END[metric], seen)[0] * 1e3 > objective.target_ms:
+                yield seen, (NEVER,)
         elif seen.outcome != "disconnected" and metric not in ("itl", "tpot"):
             yield seen, (NEVER,)
 
@@ -74,7 +85,7 @@ class Measured:
 def measured(objective: Objective, every: Sequence[Seen], confidence: float) -> Measured:
     """Returns ``objective`` with what ``every`` request says of it."""
     target = objective.target_ms / 1e3
-    found = list(due(objective.metric, every))
+    found = list(due(objective, every))
     ordered = sorted(value for _, values in found for value in values)
     if not ordered:
         return Measured(objective, None)

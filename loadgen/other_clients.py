@@ -1,4 +1,4 @@
-"""Clients of others, as child processes that send a :class:`~loadgen.open_loop.Load`: what each is called with, and
+"""Clients of others, as child processes that send a :class:`~loadgen.common_load.Load`: what each is called with, and
 what its result file says. Facts are from the documentation of guidellm 0.8 and of `vllm bench serve` 0.25."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
-from loadgen.open_loop import Arrivals, Figures, Load
+from loadgen.common_load import Arrivals, Figures, Load
 
 PROGRESS_S = 10.0
 LAST_LINES = 15

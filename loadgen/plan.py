@@ -60,6 +60,8 @@ class Plan:
     shard: tuple[int, int] = (0, 1)
     start_at: float | None = None
     stop_saturated: bool = False
+    spool: Path | None = None
+    """A folder for what is seen of many requests; without it all of it is in memory."""
     server: str | None = None
     label: str = ""
     settings: dict[str, object] = field(default_factory=dict)

@@ -20,9 +20,9 @@ FORM = 1
 Metric = Literal["ttft", "itl", "tpot", "e2e", "service_ttft", "service", "lag"]
 """ttft, e2e: from the time at which the request was scheduled; service_ttft, service: from when it was sent; tpot: a
 request's time after its first token, over its other tokens; itl: gaps between chunks; lag: sent after scheduled."""
-Outcome = Literal["ok", "wrong", "refused", "failed", "disconnected", "timeout"]
+Outcome = Literal["ok", "wrong", "refused", "failed", "disconnected", "timeout", "unfinished"]
 """wrong: came whole, but is another answer than it must be. refused: 429 or 503, even after the retries. disconnected:
-by this client, on purpose. failed: any other end."""
+by this client, on purpose. unfinished: under way when the run was stopped. failed: any other end."""
 
 
 class Latency(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -96,6 +96,7 @@ class Counts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     failed: int = 0
     disconnected: int = 0
     timeout: int = 0
+    unfinished: int = 0
     tries: int = 0
     retried: int = 0
     refused_429: int = 0
@@ -271,6 +272,15 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """By how much it began after the common beginning: its first requests were late by that."""
 
 
+class CutShort(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A run that a ``signal`` ended ``at_s`` seconds after its begin. ``unsent``: how many requests of the schedule had
+    not been sent; None where nothing says how many there would have been."""
+
+    signal: str
+    at_s: float
+    unsent: int | None = None
+
+
 class Run(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="run", tag_field="kind"):
     """One run. ``began_at``: when second 0 of the schedule was, in Unix seconds; ``duration_s``: to the last end.
     ``slowest``: the ten requests with the largest ttft. ``settings``: the command's, as words. ``requests_file``: a
@@ -302,6 +312,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="ru
     series: list[Series] = []
     environment: dict[str, Any] = {}
     """Of the machine that sent the load."""
+    cut_short: CutShort | None = None
     settings: dict[str, Any] = {}
     requests_file: str | None = None
 
@@ -311,7 +322,7 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     ``saturated`` was stopped because the backlog grew; ``invalid`` says nothing of the server."""
 
     rate: float
-    verdict: Literal["met", "missed", "unsure", "saturated", "invalid"]
+    verdict: Literal["met", "missed", "unsure", "saturated", "invalid", "cut short"]
     why: str
     run: Run
 
@@ -333,6 +344,7 @@ class Search(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=
     goodput: float | None
     """At ``rate``, a second."""
     probes: list[Probe]
+    cut_short: CutShort | None = None
     settings: dict[str, Any] = {}
 
 
@@ -356,6 +368,7 @@ class Sweep(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="
     began_at: float
     by: Literal["rate", "concurrency"]
     points: list[Point]
+    cut_short: CutShort | None = None
     settings: dict[str, Any] = {}
 
 

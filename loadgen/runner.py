@@ -46,7 +46,8 @@ class _Request:
 @dataclass(kw_only=True, slots=True)
 class Runner:
     """Clients of the server at ``url``. ``key``: of those without a tenant. ``answers`` are what they must get, if
-    anything is known. ``seen`` grows with each request that ends. Moments are seconds after ``began``."""
+    anything is known. ``seen`` grows with each request that ends, unless ``keep`` takes it. Moments are seconds after
+    ``began``."""
 
     session: Session
     timers: Timers
@@ -60,10 +61,17 @@ class Runner:
     on_answer: Callable[[Mapping[str, object], StreamResult], None] | None = None
     """Gets the body and the answer of each request that is answered."""
     seen: list[Seen] = field(default_factory=list)
+    keep: Callable[[Seen], None] | None = None
+    """Gets what would go into ``seen``."""
     began: float = 0.0
     """By time.perf_counter."""
     in_flight: int = 0
     sent: int = 0
+    ended: int = 0
+    lately: deque[bool] = field(default_factory=partial(deque, maxlen=1000))
+    """Whether the last requests have failed."""
+    begun: int = 0
+    """Conversations."""
     _due: Iterator[tuple[int, float]] = field(default_factory=lambda: iter(()))
     _waiting: deque[tuple[_Request, float]] = field(default_factory=deque)
     """Made, in the order in which they are due."""
@@ -101,7 +109,7 @@ class Runner:
         await self._rest()
 
     async def stop(self) -> None:
-        """Send nothing more, and hang up."""
+        """Send nothing more, and hang up on what is under way, which is seen as unfinished."""
         self._waiting.clear()
         self._due = iter(())
         self._all_sent.set()
@@ -190,6 +198,7 @@ class Runner:
         """Follow one conversation from its first turn, which ``asking`` has sent, to its last."""
         conversation = request.conversation
         answers: list[StreamResult] = []
+        self.begun += 1
         if asking is not None:
             self._make_another()
         for turn in range(len(conversation.turns)):
@@ -199,7 +208,7 @@ class Runner:
                 await self.timers.until(self.began + due)
             seen, result = await self._follow(request, due, asking or self._ask(request))
             asking = None
-            self.seen.append(seen)
+            self._keep(seen)
             if seen.outcome not in ("ok", "wrong"):
                 return
             answers.append(result)
@@ -210,13 +219,16 @@ class Runner:
         sent = asking.result.started - self.began
         seen = Seen(number=request.number, scheduled=due, lag_s=sent - due, sent=sent, outcome="failed")
         seen.tenant, seen.name = request.conversation.tenant, turn.name
-        while True:
-            pause_s = await self._try(request, asking, seen)
-            if pause_s is None:
-                break
-            await self.timers.until(time.perf_counter() + pause_s)
-            asking = self._ask(request)
-            seen.tries += 1
+        try:
+            while (pause_s := await self._try(request, asking, seen)) is not None:
+                await self.timers.until(time.perf_counter() + pause_s)
+                asking = self._ask(request)
+                seen.tries += 1
+        except asyncio.CancelledError:
+            seen.outcome, seen.error, seen.ended = "unfinished", None, self._now()
+            self._note(request, seen, asking.result)
+            self._keep(seen)
+            raise
         self._note(request, seen, asking.result)
         return seen, asking.result
 
@@ -243,6 +255,11 @@ class Runner:
         if seen.outcome in ("ok", "disconnected", "timeout"):
             return None
         return self.manners.pause_s(result, seen.tries, broken=broken)
+
+    def _keep(self, seen: Seen) -> None:
+        self.ended += 1
+        self.lately.append(seen.outcome not in ("ok", "disconnected"))
+        (self.keep or self.seen.append)(seen)
 
     def _note(self, request: _Request, seen: Seen, result: StreamResult) -> None:
         seen.status, seen.request_id = result.status, result.request_id

@@ -2,7 +2,8 @@
 
 A rate is met or missed only where the interval of its share of requests within the target lies on one side of the
 objective (:mod:`loadgen.confidence`); where it lies across, the rate is measured again for longer, and at last taken by
-its value, as unsure. A rate whose backlog grows is stopped.
+its value, as unsure. On the way up one short look at a rate suffices, which its value decides: what is said of the
+server comes from the rates around the last one, which are measured in full. A rate whose backlog grows is stopped.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from loadgen.results import Objective, Probe
 
 Measure = Callable[[float, float], Driven]
 """A run at a rate, for so many seconds."""
-Verdict = Literal["met", "missed", "unsure", "saturated", "invalid"]
+Verdict = Literal["met", "missed", "unsure", "saturated", "invalid", "cut short"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,6 +32,8 @@ class SearchOptions:
     growth: float = 2.0
     precision: float = 0.05
     seconds: float = 30.0
+    look: float = 0.25
+    """Share of ``seconds`` for a rate on the way up."""
     most_seconds: float = 120.0
     confidence: float = 0.95
     allow_wrong: float = 0.0
@@ -62,42 +65,65 @@ class RateSearch:
 
     def run(self) -> Found:
         options = self.options
-        low, high, rate = 0.0, math.inf, options.start
-        while len(self._probes) < options.most_probes:
+        low, high = self._upwards()
+        while not self._over() and low < options.most and not (low and high / low <= 1 + options.precision):
+            rate = math.sqrt(low * high) if low else high / 2
+            if rate * options.most_seconds < options.least_requests:
+                break
             if self._met(rate):
                 low = rate
             else:
                 high = rate
-            if low >= options.most or (low and high / low <= 1 + options.precision):
-                break
-            rate = self._next(low, high)
-            if rate * options.most_seconds < options.least_requests:
-                break
-        return self._found()
+        return self._found(low)
 
-    def _next(self, low: float, high: float) -> float:
-        if math.isinf(high):
-            return min(self.options.most, low * self.options.growth)
-        return math.sqrt(low * high) if low else high / 2
+    def _over(self) -> bool:
+        done = len(self._probes) >= self.options.most_probes
+        return done or (bool(self._probes) and self._probes[-1].verdict == "cut short")
+
+    def _upwards(self) -> tuple[float, float]:
+        """Returns the highest rate that was met in full, 0 if none was, and the lowest above it that was not."""
+        passed: list[float] = []
+        rate, high = self.options.start, math.inf
+        while not self._over():
+            if not self._passes(rate):
+                high = rate
+                break
+            passed.append(rate)
+            if rate >= self.options.most:
+                break
+            rate = min(self.options.most, rate * self.options.growth)
+        while passed and not self._over():
+            if self._met(passed[-1]):
+                return passed[-1], high
+            high = passed.pop()
+        return 0.0, high
+
+    def _passes(self, rate: float) -> bool:
+        """Looks at ``rate``, and measures it in full before an unsure miss counts."""
+        if self._probe(rate, self.options.look * self.options.seconds):
+            return True
+        return self._probes[-1].verdict == "unsure" and self._met(rate)
 
     def _met(self, rate: float) -> bool:
-        """Measures ``rate``, again and longer while it is unsure."""
+        """Measures ``rate`` in full, again and longer while it is unsure."""
         seconds = self.options.seconds
         while True:
-            probe, share_met = self._probe(rate, max(seconds, self.options.least_requests / rate))
-            self._probes.append(probe)
-            self.say(probe)
-            if probe.verdict != "unsure" or seconds >= self.options.most_seconds:
+            share_met = self._probe(rate, seconds)
+            if self._probes[-1].verdict != "unsure" or seconds >= self.options.most_seconds:
                 return share_met
             seconds = min(2 * seconds, self.options.most_seconds)
 
-    def _probe(self, rate: float, seconds: float) -> tuple[Probe, bool]:
-        driven = self.measure(rate, seconds)
+    def _probe(self, rate: float, seconds: float) -> bool:
+        """Measures ``rate`` once, and returns whether it was met by its value."""
+        driven = self.measure(rate, max(seconds, self.options.least_requests / rate))
         verdict, why, met = judged(driven, self.objectives, self.options)
-        return Probe(rate=rate, verdict=verdict, why=why, run=driven.run), met
+        probe = Probe(rate=rate, verdict=verdict, why=why, run=driven.run)
+        self._probes.append(probe)
+        self.say(probe)
+        return met
 
-    def _found(self) -> Found:
-        met = [probe for probe in self._probes if probe.verdict == "met"]
+    def _found(self, low: float) -> Found:
+        met = [probe for probe in self._probes if probe.verdict == "met" and probe.rate <= (low or math.inf)]
         best = max(met, key=lambda probe: probe.rate, default=None)
         missed = [
             probe.rate
@@ -112,6 +138,8 @@ class RateSearch:
 def judged(driven: Driven, objectives: Sequence[Objective], options: SearchOptions) -> tuple[Verdict, str, bool]:
     """Returns the verdict on a run, why, and whether by its values alone the objectives were met."""
     run = driven.run
+    if run.cut_short is not None:
+        return "cut short", f"{run.cut_short.signal} ended it after {run.cut_short.at_s:.0f} s", False
     if driven.saturated:
         return "saturated", "more requests were under way all the time, until it was stopped", False
     if not run.validity.valid:

@@ -35,6 +35,18 @@ _EXAMPLES = 10
 _MAX_GROUPS = 50
 
 
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """When the first request of a run was sent, and when the last one ended."""
+
+    begin_s: float
+    end_s: float
+
+    @property
+    def span_s(self) -> float:
+        return self.end_s - self.begin_s
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
     """What is known of a run apart from its requests. ``began_at``: second 0 of the schedule, in Unix seconds;
@@ -54,14 +66,17 @@ class Facts:
     connections: int = 0
     shards: Sequence[Shard] = ()
     settings: dict[str, object]
+    whole: Whole | None = None
+    """Of the run where what is summed up is a piece of it."""
 
 
 def run_of(facts: Facts, every: Sequence[Seen]) -> Run:
     """Returns the results of a run."""
+    whole = facts.whole or _whole(every)
     counts = counts_of(every, facts.connections)
     latency = latencies(METRICS, every)
     lag = latency.get("lag")
-    tenants = groups(every, lambda seen: seen.tenant.name if seen.tenant else None)
+    tenants = groups(every, lambda seen: seen.tenant.name if seen.tenant else None, whole.span_s)
     return Run(
         version=facts.version,
         label=facts.label,
@@ -69,16 +84,16 @@ def run_of(facts: Facts, every: Sequence[Seen]) -> Run:
         schedule=facts.schedule,
         workload=facts.workload,
         began_at=facts.began_at,
-        duration_s=max((seen.ended for seen in every), default=0.0),
+        duration_s=whole.end_s,
         validity=judged(lag, facts.lag_limit_s, counts.scheduled, counts.ok + counts.wrong),
         counts=counts,
-        rates=rates(every, facts.objectives),
+        rates=rates_over(whole.span_s, every, facts.objectives),
         latency=latency,
         objectives=[measured(each, every, facts.confidence).objective for each in facts.objectives],
         errors=errors(every),
         tenants=tenants,
-        priorities=groups(every, lambda seen: _priority(seen)),
-        classes=groups(every, lambda seen: seen.name),
+        priorities=groups(every, _priority, whole.span_s),
+        classes=groups(every, lambda seen: seen.name, whole.span_s),
         fairness=fairness(tenants),
         correctness=correctness(facts.reference, every),
         timeline=timeline(every, facts.interval_s),
@@ -86,6 +101,10 @@ def run_of(facts: Facts, every: Sequence[Seen]) -> Run:
         shards=list(facts.shards),
         settings=facts.settings,
     )
+
+
+def _whole(every: Sequence[Seen]) -> Whole:
+    return Whole(min((seen.sent for seen in every), default=0.0), max((seen.ended for seen in every), default=0.0))
 
 
 def _priority(seen: Seen) -> str | None:
@@ -122,13 +141,8 @@ def latencies(metrics: Sequence[Metric], every: Sequence[Seen]) -> dict[Metric, 
     return found
 
 
-def rates(every: Sequence[Seen], objectives: Sequence[Objective] = ()) -> Rates:
-    """Returns what was done a second, from the first sending to the last end."""
-    begin, end = min((seen.sent for seen in every), default=0.0), max((seen.ended for seen in every), default=0.0)
-    return rates_over(end - begin, every, objectives)
-
-
 def rates_over(span_s: float, every: Sequence[Seen], objectives: Sequence[Objective] = ()) -> Rates:
+    """Returns what was done a second in ``span_s`` seconds."""
     if span_s <= 0:
         return Rates(requests=0.0, output_tokens=0.0)
     answered = [seen for seen in every if seen.outcome in ("ok", "wrong")]
@@ -145,7 +159,7 @@ def errors(every: Iterable[Seen]) -> list[ErrorGroup]:
     """Returns the kinds of ends that were no answers, most frequent first."""
     found: dict[str, list[Seen]] = defaultdict(list)
     for seen in every:
-        if seen.error is not None and seen.outcome not in ("ok", "wrong", "disconnected"):
+        if seen.error is not None and seen.outcome not in ("ok", "wrong", "disconnected", "unfinished"):
             found[seen.error[0]].append(seen)
     kinds = sorted(found.items(), key=lambda each: -len(each[1]))
     return [_error(kind, seen) for kind, seen in kinds]
@@ -163,7 +177,7 @@ def _error(kind: str, every: Sequence[Seen]) -> ErrorGroup:
     )
 
 
-def groups(every: Sequence[Seen], name_of: Callable[[Seen], str | None]) -> list[Group]:
+def groups(every: Sequence[Seen], name_of: Callable[[Seen], str | None], span_s: float) -> list[Group]:
     """Returns figures of each name, by name; none if there are too many names to be classes."""
     found: dict[str, list[Seen]] = defaultdict(list)
     for seen in every:
@@ -171,9 +185,8 @@ def groups(every: Sequence[Seen], name_of: Callable[[Seen], str | None]) -> list
             found[name].append(seen)
     if len(found) > _MAX_GROUPS:
         return []
-    begin, end = min((seen.sent for seen in every), default=0.0), max((seen.ended for seen in every), default=0.0)
     total = sum(seen.output_tokens for part in found.values() for seen in part)
-    return [_group(name, part, end - begin, total) for name, part in sorted(found.items())]
+    return [_group(name, part, span_s, total) for name, part in sorted(found.items())]
 
 
 def _group(name: str, every: Sequence[Seen], span_s: float, total: int) -> Group:

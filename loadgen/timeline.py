@@ -75,7 +75,7 @@ def _add(seen: Seen, at: At) -> None:
         end.ok += 1
     elif seen.outcome == "disconnected":
         end.disconnected += 1
-    elif seen.outcome != "refused":
+    elif seen.outcome not in ("refused", "unfinished"):
         end.failed += 1
     if seen.outcome in ("ok", "wrong"):
         due.e2e.append(seen.e2e_s)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import importlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import msgspec
 
@@ -19,12 +20,13 @@ from loadgen.cli.realtime import go_first
 from loadgen.cli.terminal import LiveLine, probe_line
 from loadgen.drive import Driven, drive
 from loadgen.errors import BadSetting, FileUnusable
+from loadgen.interruption import Interruption, signals
 from loadgen.merge import merge
 from loadgen.pareto import pareto
 from loadgen.plan import Closed, Plan
 from loadgen.report.text import summary
 from loadgen.report.verdict import exit_code
-from loadgen.results import Point, Probe, Results, Search, Sweep, read_run, write
+from loadgen.results import CutShort, Point, Probe, Results, Search, Sweep, read_run, write
 from loadgen.schedule.curve import flat
 from loadgen.schedule.schedule import Schedule, arrivals, at_once
 from loadgen.search import RateSearch, SearchOptions
@@ -50,13 +52,14 @@ def run(argv: Sequence[str]) -> int:
     around = Around.from_args(options, options.url)
     plan = plan_of(options, load, replay, given(options, argv))
     around.check(load.seconds or None)
-    with around.following() as following:
+    with signals() as stop, TemporaryDirectory(prefix="expertmesh-load-") as folder, around.following() as following:
         start_at = options.start_at.at(time.time()) if options.start_at else None
         plan = replace(plan, shard=options.shard, start_at=start_at, record_to=_fresh(options.record_answers))
-        driven = _drive(options, plan, following.begin)
+        driven = _drive(options, replace(plan, spool=Path(folder)), stop, following.begin)
+        if options.requests_file is not None:
+            _write_requests(options.requests_file, driven.every())
     result = around.complete(driven.run)
     if options.requests_file is not None:
-        _write_requests(options.requests_file, driven.seen)
         result = msgspec.structs.replace(result, requests_file=options.requests_file.name)
     return _put_out(options, result)
 
@@ -86,7 +89,9 @@ def search(argv: Sequence[str]) -> int:
         confidence=options.confidence,
         allow_wrong=options.allow_wrong,
     )
-    result = RateSearch(partial(_at_rate, options, plan), options.slo, ways, partial(_say, options)).run()
+    with signals() as stop, stop.heard():
+        measure = partial(_at_rate, options, plan, stop)
+        result = RateSearch(measure, options.slo, ways, partial(_say, options)).run()
     best = next((probe.run for probe in result.probes if probe.rate == result.rate), result.probes[-1].run)
     results = Search(
         version=best.version,
@@ -100,6 +105,7 @@ def search(argv: Sequence[str]) -> int:
         high=result.high,
         goodput=result.goodput,
         probes=list(result.probes),
+        cut_short=_cut_short(stop, began_at),
         settings=settings,
     )
     return _put_out(options, results)
@@ -117,15 +123,20 @@ def sweep(argv: Sequence[str]) -> int:
         raise BadSetting("It is not said which loads.", hint="Give either --rates or --concurrencies.")
     began_at, settings = time.time(), given(options, argv)
     plan = plan_of(options, at_once(1), None, settings)
-    if options.rates is not None:
-        driven = [_at_rate(options, plan, rate, options.probe_seconds) for rate in options.rates]
-    else:
-        driven = [_with_clients(options, plan, int(clients)) for clients in options.concurrencies]
-    loads = options.rates or options.concurrencies
+    loads: Sequence[float] = options.rates or options.concurrencies
+    driven: list[Driven] = []
+    with signals() as stop, stop.heard():
+        for load in loads:
+            if options.rates is not None:
+                driven.append(_at_rate(options, plan, stop, load, options.probe_seconds))
+            else:
+                driven.append(_with_clients(options, plan, stop, int(load)))
+            if stop.asked is not None:
+                break
     best = pareto([each.run for each in driven])
     points = [
         Point(load=load, pareto=chosen, saturated=each.saturated, run=each.run)
-        for load, chosen, each in zip(loads, best, driven, strict=True)
+        for load, chosen, each in zip(loads, best, driven, strict=False)
     ]
     first = driven[0].run
     results = Sweep(
@@ -135,6 +146,7 @@ def sweep(argv: Sequence[str]) -> int:
         began_at=began_at,
         by="rate" if options.rates is not None else "concurrency",
         points=points,
+        cut_short=_cut_short(stop, began_at),
         settings=settings,
     )
     return _put_out(options, results)
@@ -180,20 +192,29 @@ def _check_writable(path: Path) -> None:
         raise FileUnusable(f"Cannot write {path}: {error.strerror}.") from error
 
 
-def _drive(options: argparse.Namespace, plan: Plan, on_begin: Callable[[float], None] = lambda _at: None) -> Driven:
+def _cut_short(stop: Interruption, began_at: float) -> CutShort | None:
+    return None if stop.asked is None else CutShort(signal=stop.asked, at_s=time.time() - began_at)
+
+
+def _drive(
+    options: argparse.Namespace,
+    plan: Plan,
+    stop: Interruption,
+    on_begin: Callable[[float], None] = lambda _at: None,
+) -> Driven:
     line = LiveLine(show=not options.quiet)
-    driven = drive(plan, options.processes, line, on_begin)
+    driven = drive(plan, options.processes, line, on_begin, stop)
     line.clear()
     return driven
 
 
-def _at_rate(options: argparse.Namespace, plan: Plan, rate: float, seconds: float) -> Driven:
+def _at_rate(options: argparse.Namespace, plan: Plan, stop: Interruption, rate: float, seconds: float) -> Driven:
     load: Schedule = arrivals(flat(rate), options.gaps, seed=options.seed, seconds=seconds)
-    return _drive(options, replace(plan, load=load, stop_saturated=True))
+    return _drive(options, replace(plan, load=load, stop_saturated=True), stop)
 
 
-def _with_clients(options: argparse.Namespace, plan: Plan, clients: int) -> Driven:
-    return _drive(options, replace(plan, load=Closed(clients, None, options.probe_seconds)))
+def _with_clients(options: argparse.Namespace, plan: Plan, stop: Interruption, clients: int) -> Driven:
+    return _drive(options, replace(plan, load=Closed(clients, None, options.probe_seconds)), stop)
 
 
 def _say(options: argparse.Namespace, probe: Probe) -> None:
@@ -207,8 +228,9 @@ def _fresh(path: Path | None) -> Path | None:
     return path
 
 
-def _write_requests(path: Path, every: Sequence[Seen]) -> None:
-    path.write_bytes(b"".join(msgspec.json.encode(seen.record()) + b"\n" for seen in every))
+def _write_requests(path: Path, every: Iterable[Seen]) -> None:
+    with path.open("wb") as file:
+        file.writelines(msgspec.json.encode(seen.record()) + b"\n" for seen in every)
 
 
 def _put_out(options: argparse.Namespace, results: Results) -> int:

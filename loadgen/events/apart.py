@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import signal
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -58,10 +59,11 @@ class Apart:
 
 
 def _child(events: Sequence[Planned], host: Host, pipe: Connection) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the one that sends has it, too, and ends this one
     try:
         pipe.send(None)
         pipe.send(asyncio.run(_follow(events, host, pipe)))
-    except (EOFError, KeyboardInterrupt):  # the one that sends has died, or both were interrupted
+    except EOFError:  # the one that sends has died
         return
     except Exception as error:  # noqa: BLE001 -- the parent raises it
         pipe.send(error)

@@ -15,6 +15,8 @@ from loadgen.results import Results, Run, Search, Sweep
 from services.dashboards.draw.chart import STYLE
 from services.dashboards.draw.html import Html, document, element
 
+_LONG = 120
+"""Characters of a cell that a column of a third of the page would make tall."""
 _STYLES = (STYLE, Path(__file__).with_name("report.css"))
 
 
@@ -48,7 +50,7 @@ def _head(results: Results, found: Verdict, title: str) -> Html:
 
 
 def _shade(level: Level) -> str:
-    return {Level.GOOD: "good", Level.MISSED: "missed"}.get(level, "bad")
+    return {Level.GOOD: "good", Level.MISSED: "missed", Level.CUT_SHORT: "missed"}.get(level, "bad")
 
 
 def _of_run(run: Run) -> Iterator[Html]:
@@ -116,7 +118,9 @@ def table(found: Table) -> Html:
     lines = [element("tr", *(_cell("td", text, found, at) for at, text in enumerate(row))) for row in found.rows]
     grid = [element("div", element("table", *head, *lines), class_="scroll")] if lines else []
     note = [element("p", found.note, class_="note")] if found.note else []
-    wide = max((len(row) for row in found.rows), default=0) > 2
+    wide = max((len(row) for row in found.rows), default=0) > 2 or any(
+        len(text) > _LONG for row in found.rows for text in row
+    )
     return element("section", element("h2", found.title), *grid, *note, class_="wide" if wide else None)
 
 

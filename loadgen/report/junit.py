@@ -34,6 +34,15 @@ def write(path: Path, results: Results) -> None:
 
 def cases(results: Results) -> list[Case]:
     """Returns what ``results`` must keep."""
+    return [*_cut_short(results), *_kept(results)]
+
+
+def _cut_short(results: Results) -> Iterator[Case]:
+    if (cut := results.cut_short) is not None:
+        yield Case(name="it came to its end", failure=f"{cut.signal} ended it after {cut.at_s:.0f} s")
+
+
+def _kept(results: Results) -> list[Case]:
     if isinstance(results, Run):
         return list(_of_run(results))
     if isinstance(results, Search):

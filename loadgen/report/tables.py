@@ -53,7 +53,7 @@ def throughput(run: Run) -> Table:
 
 def requests(run: Run) -> Table:
     counts = run.counts
-    ends = ("ok", "wrong", "refused", "failed", "timeout", "disconnected")
+    ends = ("ok", "wrong", "refused", "failed", "timeout", "disconnected", "unfinished")
     ended = [(name, getattr(counts, name)) for name in ends]
     return pairs(
         "Requests",

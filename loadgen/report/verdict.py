@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 
-from loadgen.errors import INVALID, MISSED, OK
+from loadgen.errors import CUT_SHORT, INVALID, MISSED, OK
 from loadgen.report.words import METRICS, amount, count, ms, percentile, share
 from loadgen.results import Objective, Results, Run, Search, Sweep
 
@@ -17,8 +17,10 @@ class Level(IntEnum):
     GOOD = 0
     MISSED = 1
     """An objective was missed, or requests failed."""
-    WRONG = 2
-    INVALID = 3
+    CUT_SHORT = 2
+    """The run was stopped before its end."""
+    WRONG = 3
+    INVALID = 4
     """The figures say nothing of the server."""
 
 
@@ -63,6 +65,7 @@ def verdict(results: Results) -> Verdict:
     words = {
         Level.GOOD: "VALID",
         Level.MISSED: "MISSED",
+        Level.CUT_SHORT: "CUT SHORT",
         Level.WRONG: "WRONG ANSWERS",
         Level.INVALID: "INVALID",
     }
@@ -70,11 +73,13 @@ def verdict(results: Results) -> Verdict:
 
 
 def exit_code(results: Results) -> int:
-    """Returns 0 if all is well, 3 for figures that may not be used, and 1 for wrong answers (of an invalid run, too),
-    failed requests, a missed objective, or an event that did not happen."""
+    """Returns 0 if all is well, 4 for what was cut short, 3 for figures that may not be used, and 1 for wrong answers
+    (of such runs, too), failed requests, a missed objective, or an event that did not happen."""
     levels = {finding.level for finding in verdict(results).findings}
     if Level.WRONG in levels:
         return MISSED
+    if Level.CUT_SHORT in levels:
+        return CUT_SHORT
     if Level.INVALID in levels:
         return INVALID
     return OK if levels == {Level.GOOD} else MISSED
@@ -92,6 +97,7 @@ def _of_run(run: Run) -> Iterator[Finding]:
     if not run.validity.valid:
         reasons = "; ".join(reason.rstrip(".") for reason in run.validity.reasons) or "no reason is given"
         yield Finding(level=Level.INVALID, text=f"The figures say nothing of the server: {reasons}.")
+    yield from _cut_short(run)
     yield _answers(run)
     yield from _ends(run)
     yield _slo(run.objectives)
@@ -99,6 +105,18 @@ def _of_run(run: Run) -> Iterator[Finding]:
         if event.error is not None:
             what = f"{event.action} {event.target} at {event.at_s:g} s"
             yield Finding(level=Level.MISSED, text=f"An event did not happen: {what} ({event.error.rstrip('.')}).")
+
+
+def _cut_short(results: Results) -> Iterator[Finding]:
+    if (cut := results.cut_short) is None:
+        return
+    left = []
+    if isinstance(results, Run) and results.counts.unfinished:
+        left.append(f"{count(results.counts.unfinished, 'request')} under way")
+    if cut.unsent:
+        left.append(f"{cut.unsent:,} not sent")
+    rest = f", with {' and '.join(left)}" if left else ""
+    yield Finding(level=Level.CUT_SHORT, text=f"{cut.signal} ended it after {cut.at_s:.0f} s{rest}.")
 
 
 def _answers(run: Run) -> Finding:
@@ -151,13 +169,17 @@ def _listed(objectives: list[Objective]) -> str:
 
 
 def _of_search(search: Search) -> Iterator[Finding]:
+    yield from _cut_short(search)
+    tried = [probe for probe in search.probes if probe.verdict != "cut short"]
     wrong = sum(probe.run.counts.wrong for probe in search.probes)
     if wrong:
         yield Finding(level=Level.WRONG, text=f"{count(wrong, 'answer')} came wrong on the way.")
-    if search.probes and all(probe.verdict == "invalid" for probe in search.probes):
-        yield Finding(level=Level.INVALID, text=f"No probe was valid: {search.probes[-1].why.rstrip('.')}.")
+    if tried and all(probe.verdict == "invalid" for probe in tried):
+        yield Finding(level=Level.INVALID, text=f"No probe was valid: {tried[-1].why.rstrip('.')}.")
     if search.rate is None:
-        low = min((probe.rate for probe in search.probes), default=None)
+        if not tried:
+            return
+        low = min(probe.rate for probe in tried)
         yield Finding(
             level=Level.MISSED, text=f"No rate kept the SLO; the lowest that was tried is {amount(low)} a second."
         )
@@ -168,6 +190,7 @@ def _of_search(search: Search) -> Iterator[Finding]:
 
 
 def _of_sweep(sweep: Sweep) -> Iterator[Finding]:
+    yield from _cut_short(sweep)
     runs = [point.run for point in sweep.points]
     wrong, invalid = sum(run.counts.wrong for run in runs), sum(not run.validity.valid for run in runs)
     if wrong:

@@ -20,7 +20,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from loadgen.errors import LoadError
 from loadgen.other_clients import CLIENTS, OtherClientError, command
+from loadgen.preflight import find_server
 from loadgen.served import Served, served, started
 from perf.server.trusted_client import (
     OURS,
@@ -30,7 +32,6 @@ from perf.server.trusted_client import (
     clock,
     load_of,
     measure,
-    served_model,
     table,
     write,
 )
@@ -101,9 +102,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         for which in SERVERS:
             say(f"starting {which}")
             with server(which, options) as running:
-                served_model(running.url, NAME)
+                find_server(running.url, NAME, None, None)
                 runs += measure(replace(load, url=running.url), options, other, words, say, server=which)
-    except (OtherClientError, ServerRefused) as error:
+    except (LoadError, OtherClientError, ServerRefused) as error:
         print(error, file=sys.stderr)
         return 2
     finally:  # what was measured before a server failed is kept

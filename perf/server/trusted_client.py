@@ -12,7 +12,6 @@ the tool is not there or failed, or the server refuses.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import itertools
 import json
 import math
@@ -23,10 +22,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-import httpx
-
-from loadgen.open_loop import Arrivals, Figures, Load, drive
-from loadgen.other_clients import CLIENTS, OtherClient, OtherClientError, command, send
+from loadgen import common_load, other_clients
+from loadgen.common_load import Arrivals, Figures, Load
+from loadgen.drive import Progress, Report
+from loadgen.errors import LoadError
+from loadgen.other_clients import CLIENTS, OtherClient, OtherClientError, command
+from loadgen.preflight import find_server
 
 OURS = "loadgen"
 WARM_UP = 8
@@ -46,7 +47,7 @@ Say = Callable[[str], None]
 
 
 class ServerRefused(Exception):
-    """The server is not there, does not serve the model, or does not answer its requests."""
+    """The server does not answer its requests."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,24 +59,6 @@ class Run:
     rate: float | None
     round: int
     figures: Figures
-
-
-def served_model(url: str, model: str | None) -> str:
-    """Returns ``model``, or the only one of the server at ``url``.
-
-    Raises:
-        ServerRefused: it is not there, or serves other models.
-    """
-    try:
-        answer = httpx.get(f"{url}/v1/models", timeout=10).raise_for_status().json()
-        names = [each["id"] for each in answer["data"]]
-    except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
-        raise ServerRefused(f"{url}/v1/models does not answer as an OpenAI-compatible server does: {error}") from error
-    if model is None and len(names) == 1:
-        return str(names[0])
-    if model not in names:
-        raise ServerRefused(f"{url} serves {', '.join(names) or 'no model'}. Name one of these with --model.")
-    return model
 
 
 def measure(
@@ -94,7 +77,7 @@ def measure(
         ServerRefused: it does not answer the requests that warm it up.
         OtherClientError: the other client gave no figures.
     """
-    warm = asyncio.run(drive(replace(load, rate=None, requests=WARM_UP, seed=-1)))
+    warm = common_load.send(replace(load, rate=None, requests=WARM_UP, seed=-1))
     if warm.failed:
         raise ServerRefused(f"{load.url} refused {warm.failed} of {WARM_UP} requests, the first with: {warm.error}")
     for number, (turn, rate) in enumerate(itertools.product(range(1, options.rounds + 1), options.rates)):
@@ -102,18 +85,29 @@ def measure(
             say(f"{_rate(rate)}, round {turn}, {client}")
             aimed = replace(load, rate=rate, seed=2 * number + side)
             if client == OURS:
-                figures = asyncio.run(drive(aimed, _counting(load.requests, say)))
+                figures = common_load.send(aimed, _counting(load.requests, say))
             else:
                 folder = options.out / server / f"{client}-{rate or 'at-once'}-{turn}"
-                figures = send(other, words, aimed, folder, lambda seconds: say(f"  it has run for {seconds:.0f} s"))
+                figures = other_clients.send(other, words, aimed, folder, _timing(say))
             say(f"  {_line(figures)}")
             yield Run(server=server, client=client, rate=rate, round=turn, figures=figures)
 
 
-def _counting(requests: int, say: Say) -> Callable[[int], None]:
+def _counting(requests: int, say: Say) -> Report:
     """Returns what says every tenth of the requests."""
-    step = math.ceil(requests / 10)
-    return lambda ended: say(f"  {ended} of {requests} have ended") if ended % step == 0 else None
+    said = 0
+
+    def report(progress: Progress) -> None:
+        nonlocal said
+        if (tenths := 10 * progress.ended // requests) > said:
+            said = tenths
+            say(f"  {progress.ended} of {requests} have ended")
+
+    return report
+
+
+def _timing(say: Say) -> Callable[[float], None]:
+    return lambda seconds: say(f"  it has run for {seconds:.0f} s")
 
 
 def _rate(rate: float | None) -> str:
@@ -218,9 +212,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     other, url = CLIENTS[options.client], options.url.rstrip("/")
     try:
         words = command(other, options.tool)
-        load = load_of(options, url=url, model=served_model(url, options.model), tokenizer=options.tokenizer)
+        load = load_of(
+            options, url=url, model=find_server(url, options.model, None, None).model, tokenizer=options.tokenizer
+        )
         runs = list(measure(load, options, other, words, clock(), server="server"))
-    except (OtherClientError, ServerRefused) as error:
+    except (LoadError, OtherClientError, ServerRefused) as error:
         print(error, file=sys.stderr)
         return 2
     print("\n" + table({name: [run for run in runs if run.client == name] for name in (OURS, other.name)}))

@@ -17,11 +17,16 @@ from testkit.processes.servers import START_TIMEOUT_S, bench, flags, free_port
 from testkit.waiting import until
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = {"services": ROOT / "services", "moe_kernels": ROOT / "kernels/moe_kernels"}
+PACKAGES = {
+    name: ROOT / folder
+    for name, folder in (("services", "services"), ("moe_kernels", "kernels/moe_kernels"), ("loadgen", "loadgen"))
+}
 FILES = [f"helm/expertmesh/{folder}" for folder in ("dashboards", "rules")]
 pytestmark = [
     pytest.mark.alone,
-    pytest.mark.night("pyproject.toml", "expertmesh", "services/demo", "services/errors.py", "services/supervisor"),
+    pytest.mark.night(
+        "pyproject.toml", "expertmesh", "loadgen", "services/demo", "services/errors.py", "services/supervisor"
+    ),
 ]
 
 
@@ -43,7 +48,7 @@ def environment(folder: Path, wheel: Path, *extras: str) -> Path:
     [site] = folder.glob("lib/python3*/site-packages")
     [info] = site.glob("expertmesh-*.dist-info")
     link_needed(metadata.Distribution.at(info), extras, site)
-    for name in (*PACKAGES, "loadgen"):
+    for name in PACKAGES:
         (site / f"{name}.py").write_text("raise AssertionError('of another distribution')")
     return programs
 
@@ -95,6 +100,20 @@ def test_with_the_extra_serve_it_serves_the_model_that_it_brings(wheel: Path, tm
         assert "(noun) A musician who plays the violin." in demo.log()
         assert_recorded(wanted, asyncio.run(complete_all(f"http://127.0.0.1:{port}", wanted)))
         assert demo.stop() == 0
+
+
+def test_with_the_extra_load_it_measures_a_server_and_draws_the_report(wheel: Path, tmp_path: Path) -> None:
+    load, port = environment(tmp_path / "env", wheel, "load") / "expertmesh-load", free_port()
+    with bench(tmp_path) as stage:
+        stage.start("null", [*alone(tmp_path), str(load), "null", "--port", str(port)])
+        words = ["--rate", "20", "--requests", "20", "--wait", "60", "--lag-limit", "60000ms"]
+        files = {name: tmp_path / f"run.{name}" for name in ("out", "html", "junit")}
+        options = [word for name, path in files.items() for word in (f"--{name}", path)]
+        command = [*alone(tmp_path), load, "run", f"http://127.0.0.1:{port}", *words, *options]
+        ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stdout.partition(":")[0]) == (0, "VALID"), ran
+    assert "<style>" in files["html"].read_text(encoding="utf-8")
+    assert files["junit"].stat().st_size
 
 
 @pytest.fixture(scope="module")

@@ -13,13 +13,13 @@ Asked = BaseHTTPRequestHandler
 
 @contextmanager
 def answering(answer: Callable[[Asked], None], port: int = 0) -> Iterator[str]:
-    """Where each GET and HEAD is given to ``answer``, on a thread of its own. Nothing is logged."""
+    """Where each GET, HEAD and POST is given to ``answer``, on a thread of its own. Nothing is logged."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             answer(self)
 
-        do_HEAD = do_GET
+        do_HEAD = do_POST = do_GET
 
         def log_message(self, *_: object) -> None:
             pass

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from loadgen.open_loop import Arrivals, Figures, Load
+from loadgen.common_load import Arrivals, Figures, Load
 from loadgen.other_clients import CLIENTS, GuideLLM, ToolFailed, ToolMissing, VllmBench, command, send
 
 LOAD = Load(

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import itertools
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import httpx
 import pytest
+from testkit.load.null import SINGLES, null, plan, stats
 
 from loadgen.answers import Answers, read_answers
 from loadgen.client import Asking
@@ -20,8 +18,7 @@ from loadgen.connections import Exchange
 from loadgen.drive import Part, part_of
 from loadgen.manners import Manners
 from loadgen.null.behaviour import Behaviour, Faults, Stall
-from loadgen.null.server import serve
-from loadgen.plan import Closed, Limits, Plan
+from loadgen.plan import Closed, Limits
 from loadgen.schedule.curve import flat
 from loadgen.schedule.gaps import Gaps
 from loadgen.schedule.schedule import arrivals, at_once
@@ -37,31 +34,6 @@ def no_collection() -> Iterator[None]:
     gc.disable()
     yield
     gc.enable()
-
-
-SINGLES = Singles(prompts=Prompts(ids=True), prompt_tokens=Lengths(4, 9), output_tokens=Lengths(1, 9), seed=0)
-
-
-@asynccontextmanager
-async def null(behaviour: Behaviour) -> AsyncIterator[str]:
-    port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-    serving = asyncio.create_task(serve(behaviour, host="127.0.0.1", port=0, on_ready=port.set_result))
-    try:
-        yield f"http://127.0.0.1:{await port}"
-    finally:
-        serving.cancel()
-        await asyncio.gather(serving, return_exceptions=True)
-
-
-def plan(url: str) -> Plan:
-    bodies = Bodies(endpoint="completions", model="null", common={"return_token_ids": True})
-    return Plan(url=url, bodies=bodies, source=SINGLES, load=at_once(40))
-
-
-async def stats(url: str) -> dict[str, float]:
-    async with httpx.AsyncClient() as client:
-        found: dict[str, float] = (await client.get(f"{url}/stats")).json()
-        return found
 
 
 async def run(behaviour: Behaviour, **changes: object) -> tuple[Part, dict[str, float]]:
@@ -237,7 +209,7 @@ async def test_a_growing_backlog_stops_a_run() -> None:
     load = arrivals(flat(200.0), Gaps(1.0), seed=0, seconds=60.0)
     began = time.perf_counter()
     part, _ = await run(Behaviour(first_s=0.1, places=5), load=load, stop_saturated=True)
-    assert part.saturated
+    assert part.ending == "saturated"
     assert time.perf_counter() - began < 40
     assert len(part.seen) < len(load.times) / 2
 

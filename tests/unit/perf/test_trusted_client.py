@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from testkit.answering import Asked, answering, reply
 
-from loadgen import open_loop
-from loadgen.open_loop import Figures, Load
+from loadgen import common_load
+from loadgen.common_load import Figures, Load
 from loadgen.served import Served
 from perf.server import beside_vllm, trusted_client
 from perf.server.trusted_client import Run, difference, main, table
@@ -42,12 +42,11 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[Load]:
     """What our client is asked to send; it sends nothing and has figures of its own."""
     found: list[Load] = []
 
-    async def drive(load: Load, *_: object) -> Figures:
+    def send(load: Load, *_: object) -> Figures:
         found.append(load)
         return Figures(completed=load.requests, failed=0, requests_s=4.0, output_tokens_s=20.0, ttft_p50_ms=8.0)
 
-    monkeypatch.setattr(trusted_client, "drive", drive)
-    assert open_loop.drive is not drive
+    monkeypatch.setattr(common_load, "send", send)
     return found
 
 
@@ -76,8 +75,8 @@ def test_both_clients_send_each_load_and_stand_side_by_side(
     ("names", "more", "said"),
     [
         (["pocket"], ["--tool", "/none"], "/none is not installed"),
-        (["pocket"], ["--model", "other"], "serves pocket. Name one"),
-        (["a", "b"], [], "serves a, b. Name one"),
+        (["pocket"], ["--model", "other"], "serves pocket"),
+        (["a", "b"], [], "serves a, b"),
         (["pocket"], ["--tool", f"{sys.executable} -c 'exit(4)'"], "vllm ended with 4"),
     ],
 )
@@ -93,12 +92,12 @@ def test_it_says_why_it_cannot_go_on(
 def test_a_server_that_refuses_is_quoted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async def drive(_load: Load) -> Figures:
+    def send(_load: Load) -> Figures:
         return Figures(completed=0, failed=8, requests_s=0, output_tokens_s=0, error="429 full")
 
-    monkeypatch.setattr(trusted_client, "drive", drive)
+    monkeypatch.setattr(common_load, "send", send)
     assert run("http://127.0.0.1:1", tmp_path) == 2
-    assert "http://127.0.0.1:1/v1/models does not answer" in capsys.readouterr().err
+    assert "http://127.0.0.1:1 does not answer" in capsys.readouterr().err
     with models("pocket") as url:
         assert run(url, tmp_path) == 2
     assert "refused 8 of 8 requests, the first with: 429 full" in capsys.readouterr().err
@@ -147,7 +146,7 @@ def test_what_was_measured_before_a_server_failed_is_kept(tmp_path: Path, monkey
             raise trusted_client.ServerRefused("no more")
 
     monkeypatch.setattr(beside_vllm, "server", lambda *_: nullcontext(Served(url="http://127.0.0.1:1", pid=1)))
-    monkeypatch.setattr(beside_vllm, "served_model", lambda *_: "m")
+    monkeypatch.setattr(beside_vllm, "find_server", lambda *_: None)
     monkeypatch.setattr(beside_vllm, "measure", measure)
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).touch()
