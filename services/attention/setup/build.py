@@ -23,6 +23,7 @@ from services.config import Settings
 from services.fabric.link import CountingLink, RemoteLink
 from services.fabric.local import LocalLink
 from services.fabric.shared_memory.link import SharedMemoryLink
+from services.metrics import CHECKPOINT
 from services.model.dense import DenseModel
 from services.model.device import serving_dtype, torch_device
 from services.model.experts import ExpertShard
@@ -34,9 +35,6 @@ from services.model.weights_sample import with_weights
 from services.runtime.tracing import Tracer
 
 EngineT = TypeVar("EngineT", bound=SteppedEngine)
-
-CHECKPOINT = "checkpoint"
-"""Where all weights of an attention worker come from."""
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +94,7 @@ def build(
             link: CountingLink[Any] = _local_link(served, progress)
         else:
             link = remote = remote_link(settings, spec, dtype, device, worker, colocated=colocated)
-    load_s = {CHECKPOINT: time.monotonic() - began}
+    load_s: dict[str, float] = {CHECKPOINT: time.monotonic() - began}
     sharing = remote if isinstance(remote, SharedMemoryLink) else None
     overlap = OverlapPolicy(
         settings.overlap if remote else "off",  # experts in this process leave nothing to hide

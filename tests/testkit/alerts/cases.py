@@ -182,7 +182,10 @@ PARTS = (
         alert="ExpertmeshTargetDown",
         at=20,
         keeps="all",
-        fires=((line("build_info", "1x5 _x20"), line("up", "1x5 0x20")),),
+        fires=(
+            (line("build_info", "1x5 _x20"), line("up", "1x5 0x20")),
+            (line("experts_status", "1x5 _x20", status="ready"), line("up", "1x5 0x20")),
+        ),
         quiet=((line("up", "1x5 0x20"),), (line("build_info", "1x20"), line("up", "1x20"))),
     ),
     Case(
@@ -227,7 +230,12 @@ PARTS = (
         alert="ExpertmeshExpertWorkersDie",
         at=9,
         labels={"shard": "1"},
-        fires=((line("seat_changes_total", _RESTARTS, shard="1", change="death"),),),
+        fires=(
+            (line("seat_changes_total", _RESTARTS, shard="1", change="death"),),
+            (
+                line("seat_changes_total", "_x4 3x10", shard="1", change="death"),
+            ),  # three at once, before the first scrape
+        ),
         quiet=(
             (line("seat_changes_total", _RESTARTS, shard="1", change="leave"),),
             (line("seat_changes_total", _ONE_RESTART, shard="1", change="death"),),
