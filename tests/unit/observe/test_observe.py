@@ -73,6 +73,18 @@ def test_the_configuration_follows_the_file_of_targets(tmp_path: Path) -> None:
     assert prometheus.RULES.is_file()
 
 
+def test_what_prometheus_may_take_of_the_disk_is_bounded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "prometheus").write_text(f"#!{sys.executable}\nimport sys\nprint(*sys.argv)\nraise SystemExit(3)")
+    (tmp_path / "prometheus").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert main(["--max-data", "512MB"]) == StartupError.exit_code
+    assert "--storage.tsdb.retention.size=512MB" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="Write it as in --max-data 2GB"):
+        main(["--max-data", "2 gigabytes"])
+
+
 def test_without_prometheus_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ProgramMissing, match="apt install prometheus"):
