@@ -107,6 +107,7 @@ CAPACITY = (
             (line("shard_busy_ratio", "0.95x30", shard="1"), _why("load")),  # replicas are on their way
             (line("shard_busy_ratio", "0.95x30", shard="1"), _why("ceiling", shard="0")),
             (*_STALL, line("shard_imbalance_ratio", "1.1x30")),
+            (*_STALL, line("shard_imbalance_ratio", "1.1x20 2x10")),  # replicas are on their way
             (line("shard_busy_ratio", "0.5x30", shard="1"), line("shard_imbalance_ratio", "2x30")),
         ),
     ),
