@@ -35,6 +35,10 @@ def test_a_target_is_an_address_or_a_page() -> None:
     assert named("127.0.0.1:8000") == Target(address="127.0.0.1:8000", release="127.0.0.1:8000")
     assert named("http://h:1/v1").path == "/metrics"
     assert named("http://h:1/federate").path == "/federate"
+    of_one = [named(f"h:{port}", "mesh").entry()["labels"] for port in (1, 2)]
+    assert of_one == [
+        {"app_kubernetes_io_instance": "mesh", "__metrics_path__": "/metrics", "pod": f"h:{port}"} for port in (1, 2)
+    ], "panels by worker have a line for each"
     for wrong in ("localhost", "https://h:1", "h:port", ":80", "[::1", "user:secret@h:80"):
         with pytest.raises(ConfigError, match=r"no HOST:PORT") as refused:
             named(wrong)
