@@ -44,10 +44,12 @@ SETTINGS = (
     *("loadgen.enabled=true", "loadgen.resources.requests.cpu=100m"),
     *("loadgen.results.enabled=true", f"loadgen.results.existingClaim={CLAIM}"),
 )
-CALM = ("--workload", "lengths", "--prompt-tokens", REPEATED, "--output-tokens", 1, "--rate", 0.5, "--gaps", "constant")
+SENT = ("--output-tokens", 1, "--gaps", "constant", "--lag-limit", "2000ms")
+"""No latency counts here, so requests may be late on a node that all share."""
+CALM = (*SENT, "--workload", "lengths", "--prompt-tokens", REPEATED, "--rate", 0.5)
 AIMED = (
-    *("--workload", "hot-experts", "--recording", f"{MOUNTED}/recording.json", "--hot-prompts", 4),
-    *("--output-tokens", 1, "--rate", 1, "--gaps", "constant"),
+    *(*SENT, "--workload", "hot-experts", "--recording", f"{MOUNTED}/recording.json"),
+    *("--hot-prompts", 4, "--rate", 1),
 )
 
 
