@@ -37,6 +37,14 @@ def rate(name: str, by: str = "", labels: str = "", window: str = WINDOW) -> str
     return f"sum{_by(by)} (rate({series(name, labels)}[{window}]))"
 
 
+def newly(name: str, by: str, minutes: int = 10) -> str:
+    """By how much a counter grew within ``minutes``. Of a series that is younger all of it counts, also its first
+    value, which `increase` does not see: series with a label, and those of rare events, begin with that."""
+    now = series(name)
+    old = f"{now} offset {minutes}m"
+    return f"sum by ({by}) ((increase({now}[{minutes}m]) and {old}) or ({now} unless {old}))"
+
+
 def share(part: str, whole: str) -> str:
     """NaN, and so a gap, where there is nothing of the whole."""
     return f"{part} / {whole}"

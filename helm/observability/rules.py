@@ -68,6 +68,14 @@ def growth(name: str, window: str, by: str = "", labels: str = "") -> str:
     return f"sum by ({_owner(by)}) (increase({series(name, labels)}[{window}]))"
 
 
+def newly(name: str, minutes: int, by: str = "", labels: str = "") -> str:
+    """As :func:`growth`. Of a series that is younger than the window all of it counts, also its first value, which
+    `increase` does not see: series with a label begin with that."""
+    now = series(name, labels)
+    old = f"{now} offset {minutes}m"
+    return f"sum by ({_owner(by)}) ((increase({now}[{minutes}m]) and {old}) or ({now} unless {old}))"
+
+
 def _owner(by: str) -> str:
     return ", ".join(filter(None, (OWNER, by)))
 

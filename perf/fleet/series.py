@@ -13,7 +13,7 @@ from prometheus_client.exposition import generate_latest
 from services.attention.metrics import ExpertObserver
 from services.gateway.objectives import Objectives
 from services.metrics import ALL_LAYERS, ExpertMetrics, GatewayMetrics, SchedulerMetrics, WorkerMetrics
-from services.runtime import show_build
+from services.runtime import release, show_build
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +32,8 @@ def series_of(scheduler_page: str, *, layers: int, num_experts: int, by_layer: b
     """Series by role, of one process of it that has seen traffic; the scheduler's page is given."""
     disable_created_metrics()  # as run_role does
     gateway, attention, experts = CollectorRegistry(), CollectorRegistry(), CollectorRegistry()
-    for registry, role in ((gateway, "gateway"), (attention, "attention"), (experts, "experts")):
-        show_build(registry, role)
+    show_build(gateway, "gateway")
+    show_build(attention, "attention")
     served = GatewayMetrics(gateway)
     Objectives(served)
     for route in ("/v1/completions", "/v1/chat/completions", "/v1/models", "/health"):
@@ -55,8 +55,7 @@ def series_of(scheduler_page: str, *, layers: int, num_experts: int, by_layer: b
         for direction in ("sent", "received"):
             metrics.exchange_bytes.labels(transport, direction)
     seat = ExpertMetrics(experts)
-    seat.status.labels("ready").set(1)
-    seat.weight_load.labels("checkpoint").set(1)
+    seat.status.labels("ready", release()).set(1)
     for layer in range(layers) if by_layer else [ALL_LAYERS]:
         seat.rows.labels(layer, "0").inc()
     pages = {"gateway": gateway, "attention": attention, "experts": experts}

@@ -14,18 +14,11 @@ from services.attention.engine_thread import BUFFER_BYTES, BUFFER_TOKENS
 from services.attention.lockstep_engine import Departure, LockstepEngine, LockstepRank
 from services.attention.metrics import Growth, TotalsObserver
 from services.attention.service import AttentionService
-from services.attention.setup.build import (
-    CHECKPOINT,
-    Built,
-    engine_options,
-    load_model,
-    served_model,
-    worker_plan,
-)
+from services.attention.setup.build import Built, engine_options, load_model, served_model, worker_plan
 from services.attention.step.engine import Engine, EngineTracing
 from services.attention.worker import AttentionWorker, EngineError
 from services.errors import LockstepBroken, LockstepLeft, QueueUnavailable
-from services.metrics import WorkerMetrics
+from services.metrics import CHECKPOINT, WorkerMetrics
 from services.model.device import into_memory
 from services.model.progress import loading_progress
 from services.runtime import AGAIN, in_daemon

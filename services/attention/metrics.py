@@ -84,7 +84,6 @@ class StepObserver:
         metrics.engine_busy.inc(reading.step_seconds)
         metrics.step_time.observe(reading.step_seconds, self._exemplar())
         metrics.batch_tokens.observe(reading.step_tokens)
-        metrics.overlapped.set(reading.step_overlapped)
         for name, counter in self._totals.items():
             self._growth.follow(counter, getattr(reading, name))
         for reason, count in reading.step_failures.items():

@@ -18,7 +18,7 @@ from services.dashboards.render import Look, board
 from services.dashboards.shipped import chosen, shipped
 from services.dashboards.times import seconds
 from services.dashboards.variables import check_names
-from services.errors import ConfigError, PrometheusUnavailable
+from services.errors import ConfigError, PrometheusUnavailable, QueryFailed
 
 WATCH_S = 10.0
 """Seconds between two pages of --watch."""
@@ -152,7 +152,7 @@ async def _run(wanted: Mapping[str, Dashboard], look: Look, given: Namespace) ->
             began = time.monotonic()
             try:
                 await _once(wanted, look, source, output, given)
-            except PrometheusUnavailable as error:  # it may come back: the last page stays
+            except (PrometheusUnavailable, QueryFailed) as error:  # it may come back: the last page stays
                 print(error.message, file=sys.stderr)
             await asyncio.sleep(max(0.0, WATCH_S - (time.monotonic() - began)))
     finally:

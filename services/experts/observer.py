@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import time
+
 from services.experts.serving import TcpServing
 from services.experts.worker import ExpertWorker
 from services.fabric.faults import Faults
 from services.metrics import ALL_LAYERS, ExpertMetrics
+from services.runtime import release
+
+LOAD_SHOWN_S = 600.0
+"""How long a page says how long the last loading took."""
 
 
 class ExpertsObserver:
@@ -20,14 +26,14 @@ class ExpertsObserver:
         self._status = ""
         self._rows: dict[int, int] = {}
         self._seen = (0, 0, 0, 0, 0.0)
+        self._load_shown_until = 0.0
 
     def refresh(self) -> None:
         """Read the worker and its server, which may wait for a device."""
         worker, metrics = self._worker, self._metrics
-        metrics.seat.set(worker.seat)
         if self._status != worker.status:
             metrics.status.clear()
-            metrics.status.labels(worker.status).set(1)
+            metrics.status.labels(worker.status, release()).set(1)
             self._status = worker.status
         for reason, count in self._faults.totals().items():
             metrics.refused_peers.labels(reason).inc(count - self._refused.get(reason, 0))
@@ -43,6 +49,9 @@ class ExpertsObserver:
             source, seconds = serving.loaded
             self._metrics.weight_load.clear()
             self._metrics.weight_load.labels(source).set(seconds)
+            self._load_shown_until = time.monotonic() + LOAD_SHOWN_S
+        elif time.monotonic() > self._load_shown_until:
+            self._metrics.weight_load.clear()
         counts, metrics, shard = serving.server.counts, self._metrics, str(serving.group.number)
         for layer, rows in serving.layer_rows().items():
             metrics.rows.labels(layer if self._by_layer else ALL_LAYERS, shard).inc(rows - self._rows.get(layer, 0))

@@ -7,7 +7,6 @@ import threading
 import time
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -29,6 +28,7 @@ from services.fabric.tcp.frames import NAMES
 from services.fabric.tcp.handshake import Hello
 from services.fabric.tcp.server import ExpertServer
 from services.fabric.tcp.tls import server_tls
+from services.metrics import CHECKPOINT, PEER, WeightSource
 from services.model.device import into_memory
 from services.model.digests import read_digests
 from services.model.experts import ExpertShard, ExpertWeights
@@ -40,9 +40,6 @@ from services.runtime.tracing import Tracer
 
 log = logging.getLogger(__name__)
 
-Source = Literal["checkpoint", "peer"]
-CHECKPOINT: Literal["checkpoint"] = "checkpoint"
-PEER: Literal["peer"] = "peer"
 COLOCATED_WAIT_S = 0.5
 """How long a step waits for rows through shared memory where attention loads kernels on the same GPU: loading waits for
 the step, too."""
@@ -68,7 +65,7 @@ class TcpServing:
     slots: int = 1
     lanes: Lanes | None = None
     traces: ExpertTraces | None = None
-    loaded: tuple[Source, float] = ("checkpoint", 0.0)
+    loaded: tuple[WeightSource, float] = (CHECKPOINT, 0.0)
     """Where the weights came from, and the seconds that loading them took."""
 
     @property

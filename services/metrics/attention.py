@@ -7,6 +7,7 @@ from typing import Literal, get_args
 from prometheus_client import CollectorRegistry
 
 from services.metrics.common import (
+    CHECKPOINT,
     GPU_MEMORY,
     GPU_STATE,
     LAYER,
@@ -63,7 +64,7 @@ class WorkerMetrics:
         self.weight_load = gauge(
             "weight_load_seconds",
             "How long loading the weights took: those of experts, too, where they are in this process.",
-            Label("source", values=("checkpoint",)),
+            Label("source", values=(CHECKPOINT,)),
             only="once loaded",
         )
 
@@ -93,9 +94,6 @@ class WorkerMetrics:
             "Steps that failed: experts (none could be reached), error (an exception; each sequence then runs alone), "
             "not_finite (a sequence's values were NaN or infinite).",
             Label("reason", values=STEP_FAILURES),
-        )
-        self.overlapped = series.gauge(
-            "step_overlapped", "1 if the last step ran as two overlapped micro-batches (two-batch overlap), else 0."
         )
         self.overlapped_steps = counter(
             "overlapped_steps_total", "Steps run as two overlapped micro-batches (two-batch overlap)."

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from prometheus_client import Counter
 
 from services.metrics.series import Label, Series
 
-LATENCY_BUCKETS_S = (
-    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
-    *(1, 2.5, 5, 10, 20, 40, 80, 160, 640, 2560),
-)
-TOKEN_TIME_BUCKETS_S = (
-    *(0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075),
-    *(0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 10),
-)
-STEP_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1, 2.5, 10)
-SHORT_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10)
-WAIT_BUCKETS_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 40, 160)
-TOKEN_COUNT_BUCKETS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
+LATENCY_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 120, 600)
+TOKEN_TIME_BUCKETS_S = (0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 10)
+STEP_BUCKETS_S = (0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.25, 1, 10)
+SHORT_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.1, 0.5, 2.5)
+WAIT_BUCKETS_S = (0.005, 0.025, 0.1, 0.25, 0.5, 1, 2.5, 10, 60)
+TOKEN_COUNT_BUCKETS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
 GPU_MEMORY = "Memory of this worker's GPU, by all processes on it: used, free."
 ON_GPU = "with a GPU"
 REFUSED_PEERS = "Connections between workers refused or closed because of the peer, by reason."
@@ -27,6 +23,10 @@ TOP_TENANTS = 10
 """How many tenants have series of their own."""
 ALL_LAYERS = "all"
 """Value of the label ``layer`` where all layers are counted together, that is without --layer-series."""
+
+WeightSource = Literal["checkpoint", "peer"]
+CHECKPOINT: Literal["checkpoint"] = "checkpoint"
+PEER: Literal["peer"] = "peer"
 
 SHARD = Label("shard", "number of a shard group", most=1024)
 LAYER = Label("layer", f"number of a decoder layer, or {ALL_LAYERS!r} without --layer-series", most=256)

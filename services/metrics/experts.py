@@ -2,25 +2,43 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 from prometheus_client import CollectorRegistry
 
-from services.metrics.common import GPU_MEMORY, GPU_STATE, LAYER, ON_GPU, PEER_REASON, REFUSED_PEERS, SHARD, unreadable
+from services.metrics.common import (
+    GPU_MEMORY,
+    GPU_STATE,
+    LAYER,
+    ON_GPU,
+    PEER_REASON,
+    REFUSED_PEERS,
+    SHARD,
+    WeightSource,
+    unreadable,
+)
 from services.metrics.series import Label, Series
 
 _STATUS = Label("status", values=("waiting", "loading", "ready", "leaving"))
-_SOURCE = Label("source", "where the weights came from", values=("checkpoint", "peer"))
+_VERSION = Label("version", "release", most=1)
+_SOURCE = Label("source", "where the weights came from", values=get_args(WeightSource))
 
 
 class ExpertMetrics:
-    """Experts in a process of their own. Written by an expert worker."""
+    """Experts in a process of their own. Written by an expert worker.
+
+    A large deployment has thousands of these, and few other processes: what most of them never count has no series, and
+    no series says what another one's labels can.
+    """
 
     def __init__(self, registry: CollectorRegistry) -> None:
         series = Series(registry, "experts", "experts_")
         self.definitions = series.definitions
         gauge, counter = series.gauge, series.counter
         self.unreadable = unreadable(series)
-        self.seat = gauge("seat", "Seat number in the routing table; 0 before one is assigned.")
-        self.status = gauge("status", "1 for the worker's current status.", _STATUS)
+        self.status = gauge(
+            "status", "1 for the worker's current status; the label says which release it runs.", _STATUS, _VERSION
+        )
         self.rows_in_flight = gauge(
             "rows_in_flight",
             "Rows (token hidden states) accepted and not yet answered: the worker's queue. Rows through shared memory "
@@ -31,17 +49,17 @@ class ExpertMetrics:
             "weight_load_seconds",
             "How long the last loading of a shard group's weights took, by where they came from.",
             _SOURCE,
-            only="once a group is loaded",
+            only="for ten minutes after it",
         )
         self.rows = counter(
             "rows_total", "Rows (token hidden states) computed, by layer and shard group.", LAYER, SHARD
         )
         self.calls = counter("calls_total", "Calls from attention workers answered, failures included.")
-        self.failed = counter("failed_calls_total", "Calls from attention workers that failed.")
+        self.failed = series.rare("failed_calls_total", "Calls from attention workers that failed.")
         self.computations = counter(
             "computations_total", "Grouped kernel calls; fewer than calls_total where calls are batched together."
         )
-        self.joined_steps = counter(
+        self.joined_steps = series.rare(
             "joined_steps_total", "Steps over shared memory batched with another attention worker's step."
         )
         self.busy = counter("busy_seconds_total", "Time spent computing expert calls.")

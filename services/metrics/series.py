@@ -6,13 +6,14 @@ most as many series as :attr:`Definition.most` says, even if a peer sends names 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.metrics import MetricWrapperBase
+from prometheus_client.samples import Sample
 
 PREFIX = "expertmesh_"
 OTHER = "other"
@@ -109,6 +110,13 @@ class BoundedCounter(_Bounded, Counter):
     pass
 
 
+class RareCounter(BoundedCounter):
+    """Has no series while nothing was counted."""
+
+    def _child_samples(self) -> Iterable[Sample]:
+        return super()._child_samples() if self._value.get() else ()
+
+
 class BoundedHistogram(_Bounded, Histogram):
     pass
 
@@ -128,6 +136,11 @@ class Series:
     def counter(self, name: str, text: str, *labels: Label, only: str = "") -> Counter:
         self._define(name, "counter", text, labels, only)
         return _bound(BoundedCounter(self._prefix + name, text, _names(labels), registry=self._registry), labels)
+
+    def rare(self, name: str, text: str) -> Counter:
+        """A counter of what most processes never see."""
+        self._define(name, "counter", text, (), "once there was one")
+        return _bound(RareCounter(self._prefix + name, text, registry=self._registry), ())
 
     def histogram(self, name: str, text: str, *labels: Label, buckets: tuple[float, ...], only: str = "") -> Histogram:
         self._define(name, "histogram", text, labels, only, lines=len(buckets) + 3)

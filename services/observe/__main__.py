@@ -31,13 +31,20 @@ log = logging.getLogger(__name__)
 
 class Observer:
     """Runs the programs and serves the pages. ``given`` are targets that the user names; ``data``: where Prometheus
-    keeps what it scraped (None: in a folder that ends with this process). A port of None is any that is free."""
+    keeps what it scraped (None: in a folder that ends with this process), ``max_data`` at most. A port of None is any
+    that is free."""
 
     def __init__(
-        self, given: Sequence[Target], *, data: Path | None, port: int | None, prometheus_port: int | None
+        self,
+        given: Sequence[Target],
+        *,
+        data: Path | None,
+        port: int | None,
+        prometheus_port: int | None,
+        max_data: str = prometheus.MAX_DATA,
     ) -> None:
         self._given = given
-        self._data = data
+        self._data, self._max_data = data, max_data
         self._port = port
         self._prometheus_port = prometheus_port
         self._programs: list[Program] = []
@@ -88,7 +95,8 @@ class Observer:
         file = folder.keep("prometheus.yml", config)
         port = _free(self._prometheus_port, PROMETHEUS_PORT, "--prometheus-port")
         data = self._data or folder.path / "data"
-        started = prometheus.program(binary, file, data.absolute(), folder.path / "prometheus.log", port)
+        log_file = folder.path / "prometheus.log"
+        started = prometheus.program(binary, file, data.absolute(), log_file, port, most=self._max_data)
         self._programs.append(started)
         await started.start()
         return f"http://{_LOOPBACK}:{port}"
@@ -159,6 +167,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     observer = Observer(
         [named(text, given.release) for text in given.target],
         data=given.data,
+        max_data=prometheus.size(given.max_data),
         port=given.port,
         prometheus_port=given.prometheus_port,
     )
@@ -195,6 +204,12 @@ def _parser() -> OptionParser:
         type=Path,
         metavar="DIR",
         help="where Prometheus keeps what it scraped (default: a private folder that ends with this process)",
+    )
+    parser.add_argument(
+        "--max-data",
+        default=prometheus.MAX_DATA,
+        metavar="SIZE",
+        help="what that may take of the disk; then the oldest goes (default: %(default)s)",
     )
     return parser
 

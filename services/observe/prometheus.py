@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
 
-from services.errors import ProgramMissing
+from services.errors import ConfigError, ProgramMissing
 from services.observe.program import Program
 
 SCRAPE = "2s"
 RULES = Path(__file__).parents[2] / "helm/expertmesh/rules/expertmesh.rules.yaml"
 JOB = "expertmesh"
+MAX_DATA = "2GB"
+_SIZE = re.compile(r"[1-9]\d*(MB|GB|TB)")
 
 
 def find() -> str:
@@ -30,6 +33,17 @@ def find() -> str:
             "elsewhere: `expertmesh dashboards --prometheus URL`.",
         )
     return found
+
+
+def size(text: str) -> str:
+    """Return ``text`` where Prometheus reads it as a size of at least a megabyte.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    if _SIZE.fullmatch(text) is None:
+        raise ConfigError(f"{text!r} is no size.", hint=f"Write it as in --max-data {MAX_DATA}, in MB, GB or TB.")
+    return text
 
 
 def config(targets: Path, rules: Sequence[Path]) -> str:
@@ -49,12 +63,14 @@ def config(targets: Path, rules: Sequence[Path]) -> str:
     )
 
 
-def program(binary: str, file: Path, data: Path, log: Path, port: int) -> Program:
-    """Return Prometheus as it runs with the configuration in ``file``, listening on loopback alone."""
+def program(binary: str, file: Path, data: Path, log: Path, port: int, *, most: str) -> Program:
+    """Return Prometheus as it runs with the configuration in ``file``, listening on loopback alone. ``most`` is what
+    ``data`` may take of the disk: beyond it the oldest is deleted."""
     command = [
         binary,
         f"--config.file={file}",
         f"--storage.tsdb.path={data}",
+        f"--storage.tsdb.retention.size={most}",
         f"--web.listen-address=127.0.0.1:{port}",
         "--log.level=warn",
     ]

@@ -26,10 +26,12 @@ class Target:
     release: str
     namespace: str = ""
     path: str = "/metrics"
+    pod: str = ""
+    """What sets it apart from other pages of its release, as on a cluster."""
 
     def entry(self) -> dict[str, object]:
         """Return what file_sd has for it."""
-        labels = {RELEASE: self.release, "namespace": self.namespace, "__metrics_path__": self.path}
+        labels = {RELEASE: self.release, "namespace": self.namespace, "__metrics_path__": self.path, "pod": self.pod}
         return {"targets": [self.address], "labels": {key: value for key, value in labels.items() if value}}
 
 
@@ -50,7 +52,8 @@ def named(text: str, release: str | None = None) -> Target:
             f"--target {text.rpartition('@')[2]!r} is no HOST:PORT.", hint="Write it as in 127.0.0.1:8000."
         )
     path = read.path.rstrip("/").removesuffix("/v1")
-    return Target(address=read.netloc, release=release or read.netloc, path=path or "/metrics")
+    pod = read.netloc if release else ""
+    return Target(address=read.netloc, release=release or read.netloc, path=path or "/metrics", pod=pod)
 
 
 class Targets:

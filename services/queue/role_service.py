@@ -10,7 +10,7 @@ from typing import Protocol
 from prometheus_client import CollectorRegistry
 from redis.asyncio import Redis
 
-from services.config import Role, Settings
+from services.config import EXPERTS, Role, Settings
 from services.queue.connect import check_access, connect
 from services.runtime import MetricsServer, scrape_url, show_build
 
@@ -38,7 +38,8 @@ async def run_role_service(
     """
     assert settings.redis_url is not None, "load_settings requires it of such a role"
     redis, registry = connect(settings.redis_url), CollectorRegistry()
-    show_build(registry, role, settings.process)
+    if role != EXPERTS:  # whose status names the release
+        show_build(registry, role, settings.process)
     try:
         service = make(redis, registry)
         server = MetricsServer(registry, host=settings.host, port=settings.metrics_port, missing=service.missing)

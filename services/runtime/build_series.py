@@ -12,4 +12,9 @@ from services.wire import WIRE
 
 def show_build(registry: CollectorRegistry, role: str, process: str | None = None) -> None:
     """Add it to ``registry``; ``process`` is the name of the process, where a supervisor gave it one."""
-    BuildMetrics(registry, version=version("expertmesh"), role=process or role, wire=WIRE)
+    BuildMetrics(registry, version=release(), role=process or role, wire=WIRE)
+
+
+def release() -> str:
+    """Return the version of the program."""
+    return version("expertmesh")

@@ -52,6 +52,7 @@ EVENTS = {
     "experts_unreadable_messages_total",
     "refused_peers_total",
     "request_errors_total",
+    "experts_failed_calls_total",
     "experts_refused_peers_total",
     "step_failures_total",
     "repartitions_total",
@@ -60,7 +61,7 @@ EVENTS = {
     "lost_attempts_total",
     "resent_rows_total",
 }
-"""Counters with labels of what may not happen in this run: then they have no series."""
+"""Counters of what may not happen in this run: then they have no series."""
 
 
 class Observed:
@@ -169,6 +170,7 @@ def _needs(line: str) -> str | None:
         "requests that failed": "a request that failed for good",
         "rows sent again": "an expert worker that fails with rows under way, and a replica",
         "refused": "a bound that was reached",
+        "calls that failed": "an expert worker that fails",
         "leases that ran out": "a worker whose end nobody noticed",
     }
     return next((place for word, place in known.items() if word in line.lower()), None)

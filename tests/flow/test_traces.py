@@ -65,6 +65,7 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Traced]:
             expert_groups=1,
             fabric_shared="off",
             trace_sample=0,
+            trace_client_rate=100,
             otlp_endpoint=collector.url,
             trace_folder=folder / "traces",
             log_format="json",

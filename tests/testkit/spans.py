@@ -5,15 +5,16 @@ from __future__ import annotations
 import itertools
 
 from services.runtime.tracing import Span, Tracer
+from services.runtime.tracing.allowance import Allowance
 
 
 class Spans:
     """A sink that keeps what it gets; ids count up."""
 
-    def __init__(self, *, share: float = 1.0, steps: bool = False) -> None:
+    def __init__(self, *, share: float = 1.0, steps: bool = False, clients: Allowance | None = None) -> None:
         self.all: list[Span] = []
         ids = itertools.count(1)
-        self.tracer = Tracer(self, share=share, steps=steps, draw=lambda _: next(ids))
+        self.tracer = Tracer(self, share=share, clients=clients, steps=steps, draw=lambda _: next(ids))
 
     def put(self, span: Span) -> None:
         self.all.append(span)

@@ -7,10 +7,11 @@ from observability.rules import OWNER, Alert, most, rate, series
 _WORKER = "pod, role, exported_instance"
 _CEILING = most("wanted_replicas_reason", "role, shard", 'reason="ceiling"')
 _STALLED = (
-    f"{rate('shard_stall_seconds_total', '10m', 'shard')}"
-    f" / on ({OWNER}) group_left () {rate('engine_busy_seconds_total', '10m')}"
+    f"{rate('shard_stall_seconds_total', '2m', 'shard')}"
+    f" / on ({OWNER}) group_left () {rate('engine_busy_seconds_total', '2m')}"
 )
 _HOT = f"({most('shard_busy_ratio', 'shard')} > 0.9 or {_STALLED} > 0.5)"
+_UNEVEN = f"max by ({OWNER}) (min_over_time({series('shard_imbalance_ratio')}[9m]))"
 _AT_MOST = most("wanted_replicas_reason", "shard", 'role="experts",reason="ceiling"')
 
 ALERTS = (
@@ -46,20 +47,19 @@ ALERTS = (
     ),
     Alert(
         name="ExpertmeshHotShard",
-        expr=f"{_HOT} and on ({OWNER}, shard) {_AT_MOST} == 1\n"
-        f"or\n{_HOT} and on ({OWNER}) {most('shard_imbalance_ratio')} > 1.5",
-        wait="10m",
+        expr=f"{_HOT} and on ({OWNER}, shard) {_AT_MOST} == 1\nor\n{_HOT} and on ({OWNER}) {_UNEVEN} > 1.5",
+        wait="1m",
         severity="warning",
         summary="Shard group {{ $labels.shard }} of {{ $labels.job }} is hot and gets no replica.",
         description="Its workers compute nearly all the time, or half of the steps' time is spent waiting for it, "
-        "while it has its most replicas already, or more rows by replica than other groups.",
+        "while it has its most replicas already, or for 10 minutes more rows by replica than other groups.",
         page="hot-shard",
     ),
     Alert(
         name="ExpertmeshKvCacheFull",
-        expr=f"max by ({OWNER}, {_WORKER}) ({series('kv_cache_usage_ratio')}) > 0.97\n"
-        f"and\nmax by ({OWNER}, {_WORKER}) ({series('requests_waiting')}) > 0",
-        wait="10m",
+        expr=f"max by ({OWNER}, {_WORKER}) (max_over_time({series('kv_cache_usage_ratio')}[50s])) > 0.97\n"
+        f"and\nmax by ({OWNER}, {_WORKER}) (max_over_time({series('requests_waiting')}[50s])) > 0",
+        wait="1m",
         severity="warning",
         summary="The KV cache of a worker of {{ $labels.job }} is full, and sequences wait for it.",
         description="{{ $value | humanizePercentage }} of the blocks of {{ $labels.pod }} {{ "

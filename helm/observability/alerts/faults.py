@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from observability.rules import OWNER, Alert, growth, most, rate, series
+from observability.rules import Alert, growth, most, newly, rate
 
 
 def _new(name: str, labels: str) -> str:
-    """Whether a counter with a label grew within 15 minutes. `increase` alone would miss its first value, as a series
-    with a label begins with that."""
-    now = f"sum by ({OWNER}, reason) ({series(name, labels)})"
-    before = f"sum by ({OWNER}, reason) ({series(name, labels)} offset 15m)"
-    return f"({now} unless {before}) > 0 or {growth(name, '15m', 'reason', labels)} > 0"
+    """Whether a counter with the label ``reason`` grew within 15 minutes."""
+    return f"{newly(name, 15, 'reason', labels)} > 0"
 
 
 _UNEXPECTED = 'reason!="experts"'

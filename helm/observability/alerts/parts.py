@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from observability.rules import OWNER, Alert, growth, most, series
+from observability.rules import OWNER, Alert, most, newly, series
 
 _WORKER = "pod, role, exported_instance"
 _EXPERTS, _DEATH = 'role="experts"', 'change="death"'
-_KNOWN = f"max by (job, instance) (last_over_time({series('build_info')}[6h]))"
+_KNOWN = " or ".join(
+    f"max by (job, instance) (last_over_time({series(name)}[6h]))" for name in ("build_info", "experts_status")
+)
+"""Targets that are processes of this program: expert workers have the second series, all others the first."""
 
 ALERTS = (
     Alert(
@@ -41,7 +44,7 @@ ALERTS = (
     ),
     Alert(
         name="ExpertmeshTargetDown",
-        expr=f"up{{<series>}} == 0 and on (job, instance) {_KNOWN}",
+        expr=f"up{{<series>}} == 0 and on (job, instance) ({_KNOWN})",
         wait="5m",
         severity="warning",
         summary="Prometheus has not read the metrics of {{ $labels.instance }} of {{ $labels.job }} for 5 minutes.",
@@ -98,7 +101,7 @@ ALERTS = (
     ),
     Alert(
         name="ExpertmeshExpertWorkersDie",
-        expr=f"{growth('seat_changes_total', '15m', 'shard', _DEATH)} > 2",
+        expr=f"{newly('seat_changes_total', 15, 'shard', _DEATH)} > 2",
         severity="warning",
         summary="Expert workers of shard group {{ $labels.shard }} of {{ $labels.job }} die again and again.",
         description="The leader counted {{ $value | humanize }} seats whose holder stopped renewing its lease within "

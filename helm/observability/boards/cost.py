@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from observability.boards.board import Board, Row, Setting
 from observability.panels import Limits, Query, Says, lines, once
-from observability.queries import rate, series
+from observability.queries import WORKER, rate, series
 
 PRICE = Setting(
     name="price",
@@ -16,8 +16,11 @@ _USED = 'state="used"'
 _WITH_GPU = " + ".join(
     f"(count ({series(name, _USED)}) or vector(0))" for name in ("gpu_memory_bytes", "experts_gpu_memory_bytes")
 )
-_WORKERS = 'role=~"(attention|experts).*"'
-GPUS = f"(({_WITH_GPU}) > 0 or count ({series('build_info', _WORKERS)}))"
+_PROCESSES = " or ".join(
+    f"max by (namespace, job, instance, {WORKER}) ({of})"
+    for of in (series("build_info", 'role=~"attention.*"'), series("experts_status"))
+)
+GPUS = f"(({_WITH_GPU}) > 0 or count ({_PROCESSES}))"
 """GPUs in use: workers that report a GPU's memory; where none does, all workers, each counting as one."""
 _HOURS = f"sum_over_time({GPUS}[$__range:1m]) / 60"
 _GENERATED = f"sum (increase({series('generation_tokens_total')}[$__range]))"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from observability.boards.board import Board, Row
 from observability.panels import Limits, Query, Says, lines, matrix, rows, states
-from observability.queries import WORKER, WORKER_LEGEND, most, rate, series, share, total
+from observability.queries import WORKER, WORKER_LEGEND, most, newly, rate, series, share, total
 
 _SHARD = "shard group {{shard}}"
 
@@ -106,14 +106,11 @@ _REPLICAS = Row(
             Says(
                 title="Replicas that came, left and died",
                 unit="none",
-                shows="Changes of seats in the last ten minutes, by shard group and kind.",
+                shows="Changes of seats within ten minutes, by shard group and kind.",
                 act="deaths: runbook restarts. Joins and leaves are the autoscaler or a rollout.",
                 limits=Limits(amber=3, red=10),
             ),
-            Query(
-                expr=f"sum by (shard, change) (increase({series('seat_changes_total')}[10m]))",
-                legend="{{change}} {{shard}}",
-            ),
+            Query(expr=newly("seat_changes_total", "shard, change"), legend="{{change}} {{shard}}"),
         ),
         lines(
             Says(
@@ -130,7 +127,8 @@ _REPLICAS = Row(
             Says(
                 title="Loading weights",
                 unit="s",
-                shows="How long each worker's last load of weights took, by source.",
+                shows="How long each worker's last load of weights took, by source; of expert workers for ten minutes "
+                "after it.",
                 act="it is the time that a new replica needs: from a peer it is to be shorter than from the "
                 "checkpoint.",
                 limits=Limits(amber=120, red=600),
@@ -237,14 +235,15 @@ _SLOW = Row(
         lines(
             Says(
                 title="Calls that failed",
-                unit="ops",
-                shows="Calls from attention workers that failed, by expert worker; and peers refused, by reason.",
+                unit="none",
+                shows="Calls from attention workers that failed, by expert worker, and peers refused, by reason; both "
+                "within ten minutes.",
                 act="its log says why. A fabric's secret or weights that do not match are never to happen: look at "
                 "once.",
-                limits=Limits(amber=0.001, red=0.1),
+                limits=Limits(amber=1, red=100),
             ),
-            Query(expr=rate("experts_failed_calls_total", WORKER), legend=WORKER_LEGEND),
-            Query(expr=rate("experts_refused_peers_total", "reason"), legend="refused: {{reason}}"),
+            Query(expr=newly("experts_failed_calls_total", WORKER), legend=WORKER_LEGEND),
+            Query(expr=newly("experts_refused_peers_total", "reason"), legend="refused: {{reason}}"),
         ),
         states(
             Says(

@@ -257,7 +257,8 @@ _PARTS = Row(
                 span=24,
             ),
             Query(
-                expr=f"up and on (job, instance) last_over_time({series('build_info')}[$__range])",
+                expr=f"up and on (job, instance) (last_over_time({series('build_info')}[$__range]) or "
+                f"last_over_time({series('experts_status')}[$__range]))",
                 legend="{{pod}} {{instance}}",
             ),
             Query(expr=series("metrics_upstream_up"), legend="{{pod}} {{role}} {{exported_instance}}"),

@@ -61,10 +61,12 @@ _DEVICES = Row(
             Says(
                 title="Versions",
                 unit="none",
-                shows="Processes by version and wire format: more than one of either during a rollout alone.",
+                shows="Processes by version and wire format: more than one of either during a rollout alone. Expert "
+                "workers by version.",
                 act="two wire formats that stay: a rollout has stopped half-way.",
             ),
             Query(expr=total("build_info", "role, version, wire"), legend="{{role}} {{version}} wire {{wire}}"),
+            Query(expr=total("experts_status", "version"), legend="experts {{version}}"),
         ),
     ),
 )

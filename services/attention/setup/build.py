@@ -23,6 +23,7 @@ from services.config import Settings
 from services.fabric.link import CountingLink, ExpertLink, RemoteLink
 from services.fabric.local import LocalLink
 from services.fabric.shared_memory.link import SharedMemoryLink
+from services.metrics import CHECKPOINT
 from services.model.dense import DenseModel
 from services.model.device import check_device, into_memory, serving_dtype, torch_device
 from services.model.experts import ExpertShard
@@ -34,9 +35,6 @@ from services.model.weights_sample import with_weights
 from services.runtime.tracing import Tracer
 
 EngineT = TypeVar("EngineT", bound=SteppedEngine)
-
-CHECKPOINT = "checkpoint"
-"""Where all weights of an attention worker come from."""
 
 PREFILL_STRETCH = 2.0
 """A step with prompts takes at most so many times as long as one of the same decodes without."""
@@ -104,7 +102,7 @@ def build(
         else:
             size = served.fitting.size()
             link = remote = remote_link(settings, spec, dtype, device, worker, size=size, colocated=colocated)
-    load_s = {CHECKPOINT: time.monotonic() - began}
+    load_s: dict[str, float] = {CHECKPOINT: time.monotonic() - began}
     if served.fitting.measures:
         wait()
     plan = worker_plan(served, model, None if remote else link)

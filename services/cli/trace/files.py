@@ -8,11 +8,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
-PATTERN = "*.jsonl"
+from services.errors import ExpertMeshError
+
+PATTERNS = ("*.jsonl", "*.json")
+"""Files that gateways and workers write, and those that a collector's file exporter may be configured to write."""
+_FAILED = (2, "STATUS_CODE_ERROR")
+"""The status of a failed span, by its number or by its name."""
 _NAMES = ("expertmesh.request_id", "expertmesh.sequence", "gen_ai.response.id")
 """Attributes by which a request is found."""
 
@@ -58,7 +63,7 @@ class TraceFolder:
 
     @property
     def files(self) -> list[Path]:
-        return sorted(self.path.glob(PATTERN))
+        return sorted(file for pattern in PATTERNS for file in self.path.glob(pattern))
 
     def traces_of(self, wanted: str) -> list[str]:
         """Return the ids of the traces that ``wanted`` names, oldest first: the id of a request, of an answer, of a
@@ -74,7 +79,7 @@ class TraceFolder:
     def everything(self) -> Iterator[Record]:
         """Yield all spans, steps of engines included."""
         for line in self._lines():
-            yield from records_of(line)
+            yield from line.records()
 
     def share(self) -> float | None:
         """Return the share of requests that are traced; None where that cannot be known."""
@@ -84,46 +89,77 @@ class TraceFolder:
     def _having(self, wanted: str) -> Iterator[Record]:
         needle = wanted.encode()
         for line in self._lines():
-            if needle in line:
-                yield from records_of(line)
+            if needle in line.text:
+                yield from line.records()
 
-    def _lines(self) -> Iterator[bytes]:
+    def _lines(self) -> Iterator[Line]:
         for file in self.files:
-            with file.open("rb") as lines:
-                yield from lines
+            yield from _lines_of(file)
 
 
-def records_of(line: bytes) -> Iterator[Record]:
-    """Yield the spans of one line. One that a killed process has not finished has none."""
-    try:
-        parts = msgspec.json.decode(line)["resourceSpans"]
-    except (msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError):
-        return
-    for part in parts:
-        resource = _attributes(part["resource"].get("attributes", ()))
-        for scope in part["scopeSpans"]:
-            yield from (_record(span, resource) for span in scope["spans"])
+class Line(NamedTuple):
+    """One line of a file."""
+
+    text: bytes
+    file: Path
+    number: int
+
+    def records(self) -> Iterator[Record]:
+        """Yield its spans. One that a killed process has not finished has none, and one of metrics or logs neither.
+
+        Raises:
+            NotOtlp: it has spans, which are not as OTLP writes them.
+        """
+        try:
+            decoded = msgspec.json.decode(self.text)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return
+        parts = decoded.get("resourceSpans") if isinstance(decoded, dict) else None
+        try:
+            for part in parts or ():
+                resource = _attributes(part.get("resource", {}).get("attributes", ()))
+                for scope in part.get("scopeSpans", ()):
+                    yield from (_record(span, resource) for span in scope.get("spans", ()))
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise NotOtlp(self.file, self.number) from error
+
+
+class NotOtlp(ExpertMeshError):
+    """A file has spans in a form that OTLP does not have."""
+
+    def __init__(self, file: Path, number: int) -> None:
+        super().__init__(
+            f"Line {number} of {file} has spans that are not in OTLP's JSON.",
+            hint="Give a folder that --trace-folder filled, or a collector's file exporter with the format json.",
+        )
+
+
+def _lines_of(file: Path) -> Iterator[Line]:
+    with file.open("rb") as lines:
+        yield from (Line(text, file, number) for number, text in enumerate(lines, 1))
 
 
 def _record(span: dict[str, Any], resource: dict[str, Any]) -> Record:
-    status = span.get("status", {})
+    """Fields that have their default, such as a span's empty name, may be left out of JSON."""
+    status = span.get("status") or {}
     name = str(resource.get("expertmesh.process", resource.get("service.name", "unknown")))
+    start_ns = int(span["startTimeUnixNano"])
     return Record(
         trace_id=span["traceId"],
         span_id=span["spanId"],
         parent_id=span.get("parentSpanId", ""),
-        name=span["name"],
-        start_ns=int(span["startTimeUnixNano"]),
-        end_ns=int(span["endTimeUnixNano"]),
+        name=span.get("name", ""),
+        start_ns=start_ns,
+        end_ns=max(start_ns, int(span.get("endTimeUnixNano", 0))),
         process=name,
         instance=str(resource.get("service.instance.id", name)),
         sample=float(resource.get("expertmesh.trace_sample", 1.0)),
-        error=status.get("message", "failed") if status.get("code") == 2 else None,
+        error=status.get("message") or "failed" if status.get("code") in _FAILED else None,
         attributes=_attributes(span.get("attributes", ())),
         events=tuple(
             Moment(
-                name=event["name"],
-                at_ns=int(event["timeUnixNano"]),
+                name=event.get("name", ""),
+                at_ns=int(event.get("timeUnixNano", start_ns)),
                 attributes=_attributes(event.get("attributes", ())),
             )
             for event in span.get("events", ())
@@ -133,14 +169,22 @@ def _record(span: dict[str, Any], resource: dict[str, Any]) -> Record:
 
 
 def _attributes(pairs: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    return {pair["key"]: _value(pair["value"]) for pair in pairs}
+    return {pair["key"]: _value(pair.get("value", {})) for pair in pairs}
 
 
 def _value(value: dict[str, Any]) -> Any:
-    ((kind, content),) = value.items()
-    if kind == "arrayValue":
-        return [_value(each) for each in content.get("values", ())]
-    return int(content) if kind == "intValue" else content
+    """An empty value is none of the kinds."""
+    for kind, content in value.items():
+        match kind:
+            case "intValue":
+                return int(content)
+            case "arrayValue":
+                return [_value(each) for each in content.get("values", ())]
+            case "kvlistValue":
+                return _attributes(content.get("values", ()))
+            case _:
+                return content
+    return None
 
 
 def _is(record: Record, wanted: str) -> bool:
@@ -149,5 +193,4 @@ def _is(record: Record, wanted: str) -> bool:
 
 
 def _first(file: Path) -> list[Record]:
-    with file.open("rb") as lines:
-        return next((found for line in lines if (found := list(records_of(line)))), [])[:1]
+    return next((found for line in _lines_of(file) if (found := list(line.records()))), [])[:1]

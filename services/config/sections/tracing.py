@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import BaseModel
 
-from services.config.fields import ATTENTION, setting
+from services.config.fields import ATTENTION, GATEWAY, setting
 
 DEFAULT_SAMPLE = 0.01
 """Share of requests that are traced where tracing is on and no share is given."""
@@ -27,11 +27,19 @@ class TracingSettings(BaseModel):
     )
     trace_sample: float | None = setting(
         None,
-        "share of requests that are traced, from 0 to 1; a request that brings a `traceparent` decides for itself "
-        f"(default: {DEFAULT_SAMPLE} if traces go anywhere)",
+        "share of requests that are traced, from 0 to 1; a request that brings a `traceparent` decides for itself, see "
+        f"--trace-client-rate (default: {DEFAULT_SAMPLE} if traces go anywhere)",
         common=True,
         ge=0,
         le=1,
+    )
+    trace_client_rate: float = setting(
+        1.0,
+        "requests per second that a gateway traces because their `traceparent` says so, ten seconds' worth of them at "
+        "once; of those beyond it the share --trace-sample is traced. 0: clients cannot have themselves traced",
+        roles=(GATEWAY,),
+        ge=0,
+        le=1_000_000,
     )
     trace_folder: Path | None = setting(
         None,

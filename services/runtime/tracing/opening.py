@@ -8,6 +8,7 @@ from importlib.util import find_spec
 
 from services.config import Role, Settings, TracingSettings
 from services.errors import TracingExtraMissing
+from services.runtime.tracing.allowance import Allowance
 from services.runtime.tracing.spans import Tracer
 
 _PACKAGES = ("opentelemetry", "opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
@@ -43,6 +44,11 @@ def tracing(settings: Settings, role: Role) -> Iterator[Tracer | None]:
 
     exports = Exports.of(settings, role)
     try:
-        yield Tracer(exports, share=settings.traced_share, steps=settings.trace_steps != "off" and exports.takes_steps)
+        yield Tracer(
+            exports,
+            share=settings.traced_share,
+            clients=Allowance(settings.trace_client_rate),
+            steps=settings.trace_steps != "off" and exports.takes_steps,
+        )
     finally:
         exports.close()

@@ -15,6 +15,7 @@ from contextvars import ContextVar
 from typing import Literal, NamedTuple, Protocol
 
 from services.runtime.logs import bind_trace_id
+from services.runtime.tracing.allowance import Allowance
 from services.runtime.tracing.context import TraceContext
 
 Value = str | int | float | bool | Sequence[str]
@@ -104,22 +105,32 @@ class Tracer:
 
     Args:
         share: the share of requests that are traced, where the client does not decide.
+        clients: how many are traced because their clients say so; None is all of those.
         steps: whether steps of an engine are traced, too.
         draw: returns a random number of so many bits.
     """
 
     def __init__(
-        self, sink: Sink, *, share: float, steps: bool = False, draw: Callable[[int], int] = random.getrandbits
+        self,
+        sink: Sink,
+        *,
+        share: float,
+        clients: Allowance | None = None,
+        steps: bool = False,
+        draw: Callable[[int], int] = random.getrandbits,
     ) -> None:
         self.steps = steps
+        self._clients = clients
         self._sink, self._draw = sink, draw
         self._below = round(share * (_LOW_BITS + 1))
 
     def request(self, given: TraceContext | None) -> TraceContext:
-        """Return the context of a new request's own span. ``given`` is its client's, which decides if there is one;
-        otherwise the low bits of the new trace's id do, as in OpenTelemetry's sampler by ratio."""
+        """Return the context of a new request's own span. ``given`` is its client's, which decides if there is one and
+        its client may; otherwise the low bits of the new trace's id do, as in OpenTelemetry's sampler by ratio. Those
+        of a client's trace are the client's choice, so a draw stands for them."""
         if given is not None:
-            return TraceContext(given.trace_id, self._id(64), given.sampled, given.state)
+            sampled = given.sampled and (self._allowed() or self._draw(64) < self._below)
+            return TraceContext(given.trace_id, self._id(64), sampled, given.state)
         trace_id = self._id(128)
         return TraceContext(trace_id, self._id(64), (trace_id & _LOW_BITS) < self._below)
 
@@ -156,6 +167,9 @@ class Tracer:
     def hand_over(self, span: Span) -> None:
         """Take a span that has ended (:meth:`Span.end` calls this)."""
         self._sink.put(span)
+
+    def _allowed(self) -> bool:
+        return self._clients is None or self._clients.take()
 
     def _id(self, bits: int) -> int:
         while not (drawn := self._draw(bits)):

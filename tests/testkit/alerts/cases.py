@@ -107,6 +107,7 @@ CAPACITY = (
             (line("shard_busy_ratio", "0.95x30", shard="1"), _why("load")),  # replicas are on their way
             (line("shard_busy_ratio", "0.95x30", shard="1"), _why("ceiling", shard="0")),
             (*_STALL, line("shard_imbalance_ratio", "1.1x30")),
+            (*_STALL, line("shard_imbalance_ratio", "1.1x20 2x10")),  # replicas are on their way
             (line("shard_busy_ratio", "0.5x30", shard="1"), line("shard_imbalance_ratio", "2x30")),
         ),
     ),
@@ -182,7 +183,10 @@ PARTS = (
         alert="ExpertmeshTargetDown",
         at=20,
         keeps="all",
-        fires=((line("build_info", "1x5 _x20"), line("up", "1x5 0x20")),),
+        fires=(
+            (line("build_info", "1x5 _x20"), line("up", "1x5 0x20")),
+            (line("experts_status", "1x5 _x20", status="ready"), line("up", "1x5 0x20")),
+        ),
         quiet=((line("up", "1x5 0x20"),), (line("build_info", "1x20"), line("up", "1x20"))),
     ),
     Case(
@@ -227,7 +231,12 @@ PARTS = (
         alert="ExpertmeshExpertWorkersDie",
         at=9,
         labels={"shard": "1"},
-        fires=((line("seat_changes_total", _RESTARTS, shard="1", change="death"),),),
+        fires=(
+            (line("seat_changes_total", _RESTARTS, shard="1", change="death"),),
+            (
+                line("seat_changes_total", "_x4 3x10", shard="1", change="death"),
+            ),  # three at once, before the first scrape
+        ),
         quiet=(
             (line("seat_changes_total", _RESTARTS, shard="1", change="leave"),),
             (line("seat_changes_total", _ONE_RESTART, shard="1", change="death"),),

@@ -130,11 +130,18 @@ def placeholders(text: str) -> set[str]:
 
 def counters_without_rate(node: Any, *, inside: bool = False) -> Iterator[str]:
     """Counters whose total since a process started is asked for: no such figure says anything."""
-    rated = inside or (isinstance(node, promql.Call) and node.func.name in ("rate", "increase", "irate"))
+    called = isinstance(node, promql.Call) and node.func.name in ("rate", "increase", "irate")
+    rated = inside or called or _beside_earlier(node)
     if isinstance(node, promql.VectorSelector) and not rated and re.search(r"_(total|bucket|sum|count)$", node.name):
         yield node.name
     for child in _children(node):
         yield from counters_without_rate(child, inside=rated)
+
+
+def _beside_earlier(node: Any) -> bool:
+    """Whether series are taken that were, or were not, there some time before."""
+    sets = isinstance(node, promql.BinaryExpr) and str(node.op) in ("and", "unless")
+    return sets and isinstance(node.rhs, promql.VectorSelector) and bool(node.rhs.offset)
 
 
 def quantiles_in_aggregates(node: Any, *, inside: bool = False) -> bool:

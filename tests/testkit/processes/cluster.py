@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import secrets
 import sys
@@ -139,6 +140,10 @@ class Cluster:
             until(server.ready, "the gateway is ready", limit_s=READY_S, every_s=0.1)
         self.wait_whole()
 
+    def reserve(self, name: str, place: Place) -> None:
+        """Make a place for one member more, which :meth:`start_one` fills."""
+        self.members[name] = self._member(name, place)
+
     def start_one(self, name: str) -> None:
         """Start, or start again with the same options."""
         member = self.members[name]
@@ -191,16 +196,20 @@ class Cluster:
         """Whether all workers have what they need, and the leader counts them all. Its table may list the dead a while
         longer, so the workers are asked too."""
         leader = self.leader()
-        workers = [*self.of("experts"), *self.of("attention"), *self.of("colocated")]
-        asked = [*workers, *self.of("gateway")]
+        workers = {role: self._begun(role) for role in ("experts", "attention", "colocated")}
+        asked = [*itertools.chain(*workers.values()), *self.of("gateway")]
         if leader is None or not all(self.members[name].alive and is_ready(self._url(name)) for name in asked):
             return False
         with contextlib.suppress(httpx.HTTPError):
             text = httpx.get(f"{self._url(leader)}/metrics", timeout=2).text
             counted = metric_sum(text, "expertmesh_expert_seats"), metric_sum(text, "expertmesh_workers")
-            both = self.shape.colocated
-            return counted == (self.shape.experts + both, self.shape.attention + both)
+            both = len(workers["colocated"])
+            return counted == (len(workers["experts"]) + both, len(workers["attention"]) + both)
         return False
+
+    def _begun(self, role: str) -> list[str]:
+        """Those that were started, whether or not they are alive."""
+        return [name for name in self.of(role) if self.members[name].proc is not None]
 
     def wait_whole(self, seconds: float = READY_S) -> None:
         until(self.whole, "every worker is there", limit_s=seconds, every_s=0.1)

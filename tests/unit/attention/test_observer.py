@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, fields, replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -10,10 +13,13 @@ from prometheus_client import CollectorRegistry
 from services.attention.metrics import ExpertObserver, SharingObserver, StepObserver, TotalsObserver
 from services.attention.step.stats import Durations, EngineStats
 from services.errors import ProtocolMismatch, SeatLost, WireError
-from services.experts.observer import ExpertsObserver
+from services.experts.observer import LOAD_SHOWN_S, ExpertsObserver
+from services.experts.serving import TcpServing
 from services.fabric.faults import Faults
 from services.fabric.link import ExchangeTime
-from services.metrics import TOP_EXPERTS, ExpertMetrics, WorkerMetrics
+from services.fabric.tcp.compute import Counts
+from services.metrics import PEER, TOP_EXPERTS, ExpertMetrics, WorkerMetrics
+from services.routing import ShardGroup
 
 IDLE = EngineStats(
     **dict.fromkeys([field.name for field in fields(EngineStats)], 0)
@@ -63,7 +69,7 @@ def test_levels_totals_and_steps(registry: CollectorRegistry) -> None:
     assert value("decode_tokens_total") == 2
     assert value("engine_step_seconds_sum") == 0.5
     assert value("engine_step_tokens_sum") == 16
-    assert (value("step_overlapped"), value("overlapped_steps_total")) == (1, 1)
+    assert value("overlapped_steps_total") == 1
     assert value("steps_ahead_total") == 1
     assert (value("graph_steps_total"), value("step_graphs")) == (1, 13)
     assert value("exchange_wait_seconds_total") == pytest.approx(0.2)
@@ -170,6 +176,40 @@ class Idle:
     """An expert worker that does nothing yet."""
 
     seat, status, serving = 0, "waiting", None
+
+
+class Serves(Idle):
+    """One whose group is loaded, and whose server counts."""
+
+    status = "ready"
+
+    def __init__(self) -> None:
+        self.counts = Counts()
+        server: Any = SimpleNamespace(counts=self.counts, rows_in_flight=0, waited_s=0.0)
+        self.serving = TcpServing(group=ShardGroup(number=1, experts={}), server=server, loaded=(PEER, 3.0))
+
+
+def test_an_expert_worker_has_series_of_what_was_counted(
+    registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker: Any = Serves()
+    observer = ExpertsObserver(ExpertMetrics(registry), worker, Faults())
+    now_s = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+
+    def shown() -> set[str]:
+        observer.refresh()
+        return {sample.name.removeprefix("expertmesh_experts_") for one in registry.collect() for sample in one.samples}
+
+    rare = {"failed_calls_total", "joined_steps_total"}
+    worker.counts.calls = 2
+    assert "weight_load_seconds" in shown()
+    assert not shown() & rare
+    worker.counts.failed = 1
+    assert shown() & rare == {"failed_calls_total"}
+    now_s += LOAD_SHOWN_S + 1
+    assert "weight_load_seconds" not in shown()
+    assert registry.get_sample_value("expertmesh_experts_failed_calls_total") == 1
 
 
 def test_refused_peers_are_counted_by_reason_on_either_side(registry: CollectorRegistry) -> None:

@@ -1,9 +1,11 @@
-"""What the images install with apt: the commands of the Dockerfile, run on a copy of a base image's sources."""
+"""What the images install with apt: the commands of the Dockerfile, run on a copy of a base image's sources; and that
+the build is given what it copies."""
 
 from __future__ import annotations
 
 import re
 import subprocess
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -62,3 +64,12 @@ def test_a_base_without_its_day_is_refused_before_anything_is_installed(tmp_path
     assert done.returncode != 0
     assert "BASE_IMAGE names no archive of its day in debian.sources" in done.stderr
     assert "install" not in done.stdout
+
+
+def test_what_is_copied_is_not_left_out_of_the_build() -> None:
+    copied = re.findall(r"^COPY (?!--from)(.*) \S+$", DOCKERFILE.read_text(), re.MULTILINE)
+    sources = [source for words in copied for source in words.split()]
+    taken = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
+    missing = [source for source in sources if not any(fnmatch(source, pattern) for pattern in taken)]
+    assert missing == []
+    assert "loadgen" in sources

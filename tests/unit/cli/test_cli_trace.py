@@ -16,6 +16,7 @@ from services.runtime.run_folder import RunFolder
 from services.runtime.tracing import Span, TraceContext, Tracer, tracing
 
 MS = 1_000_000
+TRACE = "0af7651916cd43dd8448eb211c80319c"
 BEGAN = 1_795_000_000_000 * MS
 Run = Callable[..., Any]
 
@@ -146,3 +147,61 @@ def test_a_request_that_was_not_sampled_is_not_called_unknown(run: Run, tmp_path
     said = run(1, "trace", "other", "--folder", str(tmp_path)).err
     assert "traces 1 % of its requests" in said
     assert "traceparent" in said
+
+
+FOREIGN: Any = {
+    "resource": {"attributes": [{"key": "service.name", "value": {"stringValue": "shop"}}]},
+    "scopeSpans": [
+        {
+            "spans": [
+                {
+                    "traceId": "0AF7651916CD43DD8448EB211C80319C",
+                    "spanId": "B7AD6B7169203331",
+                    "startTimeUnixNano": "1000000",
+                    "endTimeUnixNano": 9000000,
+                    "attributes": [
+                        {"key": "none", "value": {}},
+                        {
+                            "key": "map",
+                            "value": {"kvlistValue": {"values": [{"key": "a", "value": {"intValue": "1"}}]}},
+                        },
+                    ],
+                    "status": {"code": "STATUS_CODE_ERROR"},
+                    "events": [{"timeUnixNano": "2"}],
+                },
+            ]
+        },
+        {"scope": {"name": "empty"}},
+    ],
+}
+
+
+def test_files_of_a_collector_are_read(run: Run, tmp_path: Path) -> None:
+    """Ids in capitals, times as numbers, fields left out that have their default, and lines of metrics among them."""
+    lines = [{"resourceMetrics": []}, [], {"resourceSpans": [FOREIGN, {"scopeSpans": []}]}]
+    (tmp_path / "otel.json").write_text("\n".join(map(json.dumps, lines)))
+    said = run(0, "trace", TRACE.upper(), "--folder", str(tmp_path)).out
+    assert "shop" in said
+    assert "8.00 ms" in said
+    assert "failed: failed" in said
+    run(0, "trace", "--perfetto", str(tmp_path / "all.perfetto"), "--folder", str(tmp_path))
+    assert '"map": {"a": 1}' in (tmp_path / "all.perfetto").read_text()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"resourceSpans": 5},
+        {"resourceSpans": [{"scopeSpans": [{"spans": [{"traceId": TRACE}]}]}]},
+        {
+            "resourceSpans": [
+                {"scopeSpans": [{"spans": [FOREIGN["scopeSpans"][0]["spans"][0] | {"startTimeUnixNano": "soon"}]}]}
+            ]
+        },
+        {"resourceSpans": [{"resource": {"attributes": {"service.name": "x"}}, "scopeSpans": []}]},
+    ],
+)
+def test_spans_that_are_not_otlp_are_named(run: Run, tmp_path: Path, wrong: Any) -> None:
+    (tmp_path / "other.jsonl").write_text("{}\n" + json.dumps(wrong))
+    said = run(1, "trace", "--perfetto", str(tmp_path / "x"), "--folder", str(tmp_path)).err
+    assert f"Line 2 of {tmp_path}/other.jsonl has spans that are not in OTLP's JSON." in said

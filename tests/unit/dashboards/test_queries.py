@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -185,6 +187,38 @@ def test_a_watch_goes_on_where_prometheus_is_away_for_a_while(
     assert asked == [3]
     assert "does not answer" in capsys.readouterr().err
     assert 'http-equiv="refresh"' in written[0]
+
+
+def test_a_watch_goes_on_where_a_variable_is_refused_for_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    variable = {"name": "j", "type": "query", "query": "label_values(up, job)"}
+    made = dashboard(panel("timeseries", "a{job='$j'}"), title="One", uid="one", variables=[variable])
+    monkeypatch.setattr(command, "shipped", lambda: {"one": made})
+    monkeypatch.setattr(command, "WATCH_S", 0.01)
+    answers = iter([(422, {"status": "error", "error": "too many samples"})])
+    stand_in, written = Refusing(series=found, values={"job": ["mesh"]}, answers=answers), list[str]()
+
+    def write(_file: Path, text: str) -> Path:
+        written.append(text)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "_write", write)
+    with pytest.raises(KeyboardInterrupt):
+        call(stand_in, "--watch", "--out", tmp_path / "x.html")
+    assert "too many samples" in capsys.readouterr().err
+    assert "mesh" in written[0]
+
+
+@dataclass(kw_only=True)
+class Refusing(StandIn):
+    """What it is asked for values of labels gets ``answers`` first."""
+
+    answers: Iterator[tuple[int, Any]]
+
+    def answer(self, path: str, query: dict[str, str]) -> tuple[int, Any]:
+        usual = super().answer(path, query)
+        return next(self.answers, usual) if "/label/" in path else usual
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,10 @@ def test_a_target_is_an_address_or_a_page() -> None:
     assert named("127.0.0.1:8000") == Target(address="127.0.0.1:8000", release="127.0.0.1:8000")
     assert named("http://h:1/v1").path == "/metrics"
     assert named("http://h:1/federate").path == "/federate"
+    of_one = [named(f"h:{port}", "mesh").entry()["labels"] for port in (1, 2)]
+    assert of_one == [
+        {"app_kubernetes_io_instance": "mesh", "__metrics_path__": "/metrics", "pod": f"h:{port}"} for port in (1, 2)
+    ], "panels by worker have a line for each"
     for wrong in ("localhost", "https://h:1", "h:port", ":80", "[::1", "user:secret@h:80"):
         with pytest.raises(ConfigError, match=r"no HOST:PORT") as refused:
             named(wrong)
@@ -71,6 +75,18 @@ def test_the_configuration_follows_the_file_of_targets(tmp_path: Path) -> None:
     [scrape] = read["scrape_configs"]
     assert scrape["file_sd_configs"] == [{"files": [str(tmp_path / "targets.json")], "refresh_interval": "2s"}]
     assert prometheus.RULES.is_file()
+
+
+def test_what_prometheus_may_take_of_the_disk_is_bounded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "prometheus").write_text(f"#!{sys.executable}\nimport sys\nprint(*sys.argv)\nraise SystemExit(3)")
+    (tmp_path / "prometheus").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert main(["--max-data", "512MB"]) == StartupError.exit_code
+    assert "--storage.tsdb.retention.size=512MB" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="Write it as in --max-data 2GB"):
+        main(["--max-data", "2 gigabytes"])
 
 
 def test_without_prometheus_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from services.errors import ConfigError, TracingExtraMissing
 from services.runtime.logs import bind_trace_id, configure_logging
 from services.runtime.tracing import TraceContext, check_tracing, current_span, opening, span_here, tracing
 from services.runtime.tracing import working_under as under
+from services.runtime.tracing.allowance import Allowance
 from services.runtime.tracing.folder import FolderExporter
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -94,6 +95,37 @@ def test_the_client_decides_and_else_the_share() -> None:
         assert (sampled.trace_id, sampled.state) == (7, "a=1")
         assert sampled.span_id != 8
         assert tracer.request(None).sampled is bool(share)
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_clients_have_themselves_traced_up_to_a_rate(share: float) -> None:
+    now = [100.0]
+    tracer = Spans(share=share, clients=Allowance(0.5, lambda: now[0])).tracer
+
+    def asked(*, sampled: bool = True) -> bool:
+        return tracer.request(TraceContext(7, 8, sampled)).sampled  # an id below any share
+
+    assert [asked() for _ in range(6)] == [True] * 5 + [share == 1], "ten seconds' worth at once"
+    now[0] += 2.0
+    assert not asked(sampled=False), "which takes nothing"
+    assert [asked(), asked()] == [True, share == 1]
+    now[0] += 1000.0
+    assert sum(asked() for _ in range(9)) == (9 if share else 5)
+
+
+def test_beyond_the_rate_a_client_s_id_does_not_count() -> None:
+    spans = Spans()
+    tracer = type(spans.tracer)(spans, share=0.25, clients=Allowance(0.0), draw=lambda bits: 1 << (bits - 1))
+    assert not tracer.request(TraceContext(7, 8)).sampled, "7 is below any share"
+
+
+def test_at_a_rate_of_zero_no_client_decides() -> None:
+    tracer = Spans(share=0.0, clients=Allowance(0.0)).tracer
+    assert not tracer.request(TraceContext(7, 8)).sampled
+    settings = {"otlp_endpoint": "http://127.0.0.1:9", "trace_sample": 0.0, "trace_client_rate": 0.0}
+    with tracing(Settings(**settings), "gateway") as opened:
+        assert opened is not None
+        assert not opened.request(TraceContext(7, 8)).sampled
 
 
 def test_a_quarter_of_all_ids_are_sampled_at_a_quarter() -> None:
@@ -293,6 +325,7 @@ import sys
 TRACES = ("opentelemetry.sdk.trace", "opentelemetry.exporter", "services.runtime.tracing.export")
 from services.config import Settings
 from services.runtime.tracing import tracing
+from services.runtime.tracing.allowance import Allowance
 import services.gateway.role, services.scheduler.role, services.attention.role, services.experts.role
 import services.colocated.role
 for role in ("gateway", "scheduler", "attention", "experts", "colocated"):
