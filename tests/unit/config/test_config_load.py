@@ -294,7 +294,7 @@ def test_every_knob_has_help_and_concerns_a_role_or_serve() -> None:
 
 def test_there_are_no_more_settings_than_a_reader_can_take_in() -> None:
     seen = [name for name in Settings.model_fields if not is_hidden(name)]
-    assert len(seen) <= 79, "a setting that nobody needs is a constant where it is used"
+    assert len(seen) <= 80, "a setting that nobody needs is a constant where it is used"
 
 
 def test_every_setting_is_under_one_topic() -> None:
