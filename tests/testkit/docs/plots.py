@@ -16,6 +16,7 @@ from bench.pictures import missing
 from bench.report import latest
 from bench.results import DEFAULT_CSV, Row, parse, read
 from perf.fabric.barrier import idle
+from perf.server.expertflow_picture import latencies
 from testkit.kube.scaling_picture import timeline as scaling_timeline
 
 FOLDER: Final = Path(__file__).parents[3] / "docs/plots"
@@ -29,6 +30,7 @@ def drawn() -> Iterator[tuple[str, str]]:
     scaled = _figures("scaling")
     yield "scaling.svg", scaling_timeline(scaled, scaled["title"])
     yield "barrier.svg", idle(_figures("barrier"))
+    yield "expertflow.svg", latencies(_figures("expertflow"))
     yield from ((name, text) for name, text in plot.pictures(measured()) if (FOLDER / name).is_file())
 
 
