@@ -376,7 +376,7 @@ def test_the_worked_load_has_the_figures_of_its_commands(said: Callable[..., str
     [rate, ms] = re.findall(r"Expect ([0-9,]+) tokens/s, ([0-9.]+) ms", said(big, *one))[0]
     gpus = 40_000 / int(rate.replace(",", ""))
     assert f"40,000 / {rate} = {gpus:.1f} GPUs" in passage
-    assert f"{gpus + 100_000 / 48_400:.1f} / 0.7" in passage
+    assert f"{gpus + 100_000 / 63_700:.1f} / 0.7" in passage
     assert f"200 x 200 x {float(ms) / 1e3:.3f} = {40_000 * round(float(ms) / 1e3, 3):,.0f}" in passage
     settings = served(said(big, *all_gpus))
     assert f"{settings.max_num_seqs} requests at a time on each GPU" in " ".join(passage.split())
