@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from services.attention.sequences.plan import StepPlan
+from services.attention.sequences.plan import Piece, StepPlan
 from services.attention.sequences.sequence import SequenceState
 from services.prefix import PrefixScope
 
@@ -148,6 +148,21 @@ class Prefixes:
         blocks = (len(state.token_ids) - 1) // self._pool.block_size
         return self._pool.match(state.extend_chain(self._pool.block_size, blocks, self._scope))
 
+    def under_way(self, pieces: Sequence[Piece]) -> set[bytes]:
+        """Return the names that blocks get once ``pieces`` are computed."""
+        names = set[bytes]()
+        for piece in pieces if self._enabled else ():
+            chain = piece.state.extend_chain(self._pool.block_size, piece.end // self._pool.block_size, self._scope)
+            names.update(chain[piece.start // self._pool.block_size :])
+        return names
+
+    def next_name(self, state: SequenceState, matched: int) -> bytes | None:
+        """Return the name of the block after the ``matched`` ones, if it can be found by name."""
+        blocks = (len(state.token_ids) - 1) // self._pool.block_size
+        if not self.looks_up(state) or matched >= blocks:
+            return None
+        return state.extend_chain(self._pool.block_size, blocks, self._scope)[matched]
+
     def publish(self, state: SequenceState) -> None:
         """Let others find the blocks that ``state`` has filled."""
         block_size = self._pool.block_size
@@ -218,10 +233,10 @@ class HeldBack:
         return self._pool.forget(blocks)
 
     def free(self, state: SequenceState, *, failed: bool) -> list[int]:
-        """Release what was held back for ``state``: the step with its row is done. Returns the blocks to zero.
+        """Release what was held back for ``state``: the step with its rows is done. Returns the blocks to zero.
 
         Args:
-            failed: whether that row was broken.
+            failed: whether those rows were broken.
         """
         blocks, failed = self._blocks.pop(state), failed or state in self._failed
         self._failed.discard(state)

@@ -16,7 +16,7 @@ import math
 import time
 from bisect import insort
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from services.attention.batching.blocks import BlockPool, HeldBack, Prefixes, make_room, reserve
 from services.attention.batching.pace import Pace
@@ -138,26 +138,30 @@ class BatchManager:
         self._decodes = tuple(decodes)
         return StepPlan(decodes=self._decodes, prompts=tuple(prompts))
 
-    def plan_ahead(self, plan: StepPlan) -> StepPlan | None:
+    def plan_ahead(self, plan: StepPlan, max_rows: int | None = None) -> StepPlan | None:
         """Plan the step after ``plan``, which is in flight: what decodes goes one token further, whatever ``plan``
         draws, prompts go on behind the pieces that ``plan`` has of them, and requests that wait are admitted.
 
         Sequences that ``max_tokens`` ends in ``plan`` are left out. Returns None where more may have to be done: scores
         of a prompt, a deadline, a preemption. The caller then completes ``plan`` and after it the step that is returned
         here, or gives that to :meth:`abandon`.
+
+        Args:
+            max_rows: of the step that is returned; None: as many as any step may have.
         """
         if any(piece.scored for piece in plan.prompts) or self._clock() >= self._next_deadline_ms:
             return None
         alive = plan.decodes if plan.decodes is self._decodes else tuple(one for one in plan.decodes if one.blocks)
         drew = tuple(piece.state for piece in plan.prompts if piece.draws and piece.state.blocks)
         goes_on = tuple(state for state in alive + drew if len(state.token_ids) + 1 < state.limit)
-        budget = self._limits.max_num_batched_tokens
+        budget = min(self._limits.max_num_batched_tokens, max_rows or self._limits.max_num_batched_tokens)
         beside = len(self._running) - len(alive) - len(drew)  # sequences that prefill, if none decodes
         if beside != sum(state.prefilling for state in self._running) - sum(state.prefilling for state in drew):
             return None
         if len(goes_on) > budget or not make_room(self.pool, goes_on, 1):
             return None
-        prompts = self._pieces_ahead(plan, self._room_beside(len(goes_on))) if beside or self._waiting else []
+        room = min(self._room_beside(len(goes_on)), budget - len(goes_on))
+        prompts = self._pieces_ahead(plan, room) if beside or self._waiting else []
         if not goes_on and not prompts:
             return None
         same = len(goes_on) == len(plan.decodes) and not drew
@@ -173,11 +177,12 @@ class BatchManager:
             if budget > 0 and state.prefilling and start < len(state.token_ids):
                 pieces.append(Piece.of(state, budget, start))
                 budget -= pieces[-1].length
-        self._admit(pieces, budget)
+        self._admit(pieces, budget, self._prefixes.under_way(plan.prompts))
         return pieces
 
     def abandon(self, plan: StepPlan) -> None:
-        """Drop ``plan``, which was launched ahead and has left nothing behind. No sequence may have ended since."""
+        """Drop ``plan``, which was launched ahead and whose rows have left nothing behind; whom it admitted stays. No
+        sequence may have ended since."""
         assert all(state.blocks for state in plan.states)
         self._held_back.completing(plan)
 
@@ -264,10 +269,13 @@ class BatchManager:
                 pieces.append(Piece.of(state, budget))
                 budget -= pieces[-1].length
 
-    def _admit(self, pieces: list[Piece], budget: int) -> None:
+    def _admit(self, pieces: list[Piece], budget: int, under_way: Collection[bytes] = ()) -> None:
+        """Add pieces of requests that wait. One that will find a block of ``under_way`` in the cache waits for it."""
         while self._waiting and self.running < self._limits.max_num_seqs and budget > 0:
             state = self._waiting.first
             matched = self._prefixes.match(state)
+            if under_way and self._prefixes.next_name(state, len(matched)) in under_way:
+                break
             new = self.pool.blocks_for(len(state.token_ids)) - len(matched)
             if not self.pool.fits(matched, new + reserve(self.pool, self._running)):
                 break  # a small prompt must not overtake, or long ones would wait for ever

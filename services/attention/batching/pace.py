@@ -6,15 +6,15 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from statistics import median
 
-MIN_ROWS = 256
-"""Rows that a step with prompts may always have: with fewer, prompts would take several times longer in all."""
+MIN_ROWS = 512
+"""Rows that a step with prompts may always have. Such a step reads most experts, however few rows it has: beside few
+streams it takes longer than the bound, and with fewer rows prompts would take several times as long in all."""
 LEARNT_FROM = 256
 """The least rows of prompts from which the time of one is learnt. Fewer disappear in the noise."""
 SAMPLES = 7
-"""Steps that are remembered. A decode step is judged by the median, which tolerates three disturbed ones; a row of a
-prompt by the slowest but one, since it costs more the further the prompt has come."""
+"""Steps that are remembered. A decode step is judged by the lower quartile, for steps are slow for many reasons; a row
+of a prompt by the slowest but one, since it costs more the further the prompt has come."""
 MARGIN = 0.9
 """What is aimed at, as a share of the bound: steps are not all alike."""
 DEARER = 2.0
@@ -30,8 +30,8 @@ class _Times:
 
     @property
     def usual(self) -> float:
-        """The median; of nothing: 0."""
-        return median(self.seen) if self.seen else 0.0
+        """The lower quartile; of nothing: 0."""
+        return sorted(self.seen)[len(self.seen) // 4] if self.seen else 0.0
 
     @property
     def slow(self) -> float:
@@ -68,6 +68,11 @@ class Pace:
         elif prompt_rows >= LEARNT_FROM:
             times, alone_s = (self._beside, self._alone_s(decodes)) if decodes else (self._by_itself, 0.0)
             times.seen.append(max(seconds - alone_s, 0.0) / prompt_rows)
+
+    def warmed_up(self) -> None:
+        """Forget dummy prompts, whose kernels had to be loaded. Dummy decodes are many enough to be judged by."""
+        self._beside.seen.clear()
+        self._by_itself.seen.clear()
 
     def _alone_s(self, decodes: int) -> float:
         """Return the seconds of a step of ``decodes`` decodes, or of the largest smaller batch that was seen."""

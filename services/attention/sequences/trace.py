@@ -119,7 +119,7 @@ class SequenceTraces:
             return
         now_ns = self._clock_ns()
         for piece in prompts:
-            if (trace := self._open.get(piece.state.request.id)) is not None:
+            if (trace := self._open.get(piece.state.request.id)) is not None and trace.state is piece.state:
                 trace.chunk(piece, now_ns)
         for trace in self._open.values():
             trace.stepped(now_ns)

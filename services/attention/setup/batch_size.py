@@ -5,9 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 GIB = 1 << 30
-LARGEST_FAST_STEP: int | None = None
-"""Most tokens of a step by default on a GPU, whatever :data:`GPUS` says, where larger steps cost more per token; None:
-no bound."""
 PROMPT_SHARE = 8
 """One part in this many of a step is left to prompts by default, however many sequences decode."""
 KV_TOKENS_PER_SEQUENCE = 256
@@ -43,7 +40,7 @@ def batch_size(*, seqs: int | None, tokens: int | None, gpu_bytes: int | None) -
         return BatchSize(max_num_seqs=seqs, max_num_batched_tokens=tokens)
     usual = next(size for least, size in GPUS if gpu_bytes >= least)
     if tokens is None:
-        tokens = min(usual.max_num_batched_tokens, LARGEST_FAST_STEP or usual.max_num_batched_tokens)
+        tokens = usual.max_num_batched_tokens
     if seqs is None:
         seqs = max(1, min(usual.max_num_seqs, tokens - tokens // PROMPT_SHARE))
     return BatchSize(max_num_seqs=seqs, max_num_batched_tokens=tokens)

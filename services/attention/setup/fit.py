@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from services.attention.kv_cache import block_bytes, blocks_within
-from services.attention.setup.batch_size import BatchSize, batch_size
+from services.attention.setup.batch_size import WITHOUT_GPU, BatchSize, batch_size
 from services.attention.setup.capacity import USUAL_KV_GIB, Capacity, capacity
 from services.attention.setup.measure import activations, gpu_memory
 from services.attention.setup.memory_plan import (
@@ -54,7 +54,10 @@ class Fitting:
         """Return the batch, which may have fewer sequences once the KV cache is known."""
         settings = self.settings
         total = torch.cuda.get_device_properties(self.device).total_memory if self.device.type == "cuda" else None
-        return batch_size(seqs=settings.max_num_seqs, tokens=settings.max_num_batched_tokens, gpu_bytes=total)
+        tokens = settings.max_num_batched_tokens
+        if tokens is None and settings.layout == "lockstep":  # where all ranks wait for the longest step
+            tokens = WITHOUT_GPU.max_num_batched_tokens
+        return batch_size(seqs=settings.max_num_seqs, tokens=tokens, gpu_bytes=total)
 
     def check_weights(self) -> None:
         """Refuse weights that the GPU has no room for. Raises OutOfMemory."""

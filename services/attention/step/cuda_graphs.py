@@ -111,6 +111,8 @@ class StepGraphs(Generic[HandleT]):
         self._graphs: dict[tuple[FixedInputs, int, Hashable], Callable[[], None]] = {}
         self._missed: tuple[FixedInputs, int] | None = None
         self._broken = False
+        self.max_rows = most
+        """Most rows of a step that suits a graph. :meth:`prepare` lowers it to what the link allows."""
         self.captures = 0
         self.steps = 0
         """Steps replayed since the start; a step that ran again counts again."""
@@ -137,11 +139,12 @@ class StepGraphs(Generic[HandleT]):
             log.info(
                 "captured CUDA graphs for %d of %d step sizes in %.1f s", number, len(kinds), time.monotonic() - began
             )
+        self.max_rows = max((rows for _, rows, _ in self._graphs), default=self.max_rows)
         log.info("captured %d CUDA graphs for %d step sizes", self.captures, len(kinds))
 
     def suit(self, inputs: StepInputs) -> bool:
         """Return whether a graph is the right way for ``inputs``, if the link allows one."""
-        return len(inputs.token_ids_T) <= self._kind(inputs).buckets[-1]
+        return len(inputs.token_ids_T) <= min(self.max_rows, self._kind(inputs).buckets[-1])
 
     def _kind(self, inputs: StepInputs) -> FixedInputs:
         return self._pieces if inputs.sequences else self._decodes

@@ -205,6 +205,8 @@ class Engine(Generic[HandleT]):
             log.info("warmed up in %.1f s", time.monotonic() - began)
         finally:
             self._overlap = overlap
+            if self._pace is not None:
+                self._pace.warmed_up()
             self._reset()
 
     @property

@@ -42,6 +42,7 @@ class Flattener:
                 them, which was flattened last. Each sequence is then one token longer than it says.
         """
         states, size = plan.decodes, self._block_size
+        assert after_B is None or len(after_B) == len(states)
         token_ids = [] if after_B is not None else [state.token_ids[-1] for state in states]
         first = len(states)
         position_B = self._positions(states, ahead=after_B is not None)

@@ -87,7 +87,7 @@ class InFlightStep:
             return self.last_hidden.inputs.token_ids_T[:0]
         assert self.last_hidden.drawn is not None
         tokens_B = self.last_hidden.drawn.tokens_R
-        if plan.decodes is self.plan.decodes:  # then no prompt of this step draws
+        if plan.decodes is self.plan.decodes and len(tokens_B) == len(plan.decodes):  # no prompt drew, cancelled or not
             return tokens_B
         row_of = {state: row for row, state in enumerate(self.plan.drawing)}
         return tokens_B[upload(np.array([row_of[state] for state in plan.decodes]), tokens_B.device)]

@@ -103,7 +103,7 @@ class StepPipeline:
         follows = step.replayed if self._lookahead == "replayed" else self._lookahead == "all"
         if not follows or step.error is not None:
             return None
-        plan = self._batch.plan_ahead(step.plan)
+        plan = self._batch.plan_ahead(step.plan, self._runner.replayed_rows if self._lookahead == "replayed" else None)
         if plan is None:
             return None
         ahead, last_hidden = self._new(plan), step.last_hidden

@@ -66,6 +66,11 @@ class StepRunner(Generic[HandleT]):
         """Seconds that the host has waited for experts since the start."""
         return self.link.waited_s
 
+    @property
+    def replayed_rows(self) -> int | None:
+        """Most rows of a step that runs as a CUDA graph; None where no step does."""
+        return self._graphs.max_rows if self._graphs else None
+
     def take_exchanges(self) -> list[ExchangeTime]:
         """Return the times of steps' exchanges since the last call."""
         steps = self.link.steps

@@ -118,7 +118,7 @@ class Lives(RuleBasedStateMachine):
             for state, token in zip(plan.decodes, drawn, strict=True):
                 self._write_token(state, len(state.token_ids), token)
             after = [[*known, token] for known, token in zip(before, drawn, strict=True)]
-            self._check(plan, self.histories.of(plan), after, 1)
+            self._check(plan, self.histories.of(plan), after, len(after))
             self._check(plan, history, before, 0)  # as a draw that has to be repeated
         if ahead == "given up":
             drawn = [(token + 1) % V for token in drawn]

@@ -209,8 +209,8 @@ def test_a_step_ahead_goes_on_with_prompts_and_admits_others(
     engine, launched = engine_of(True, max_num_batched_tokens=8), list[tuple[int, list[tuple[str, int]]]]()
     plan_ahead = engine._batch.plan_ahead
 
-    def noting(plan: StepPlan) -> StepPlan | None:
-        ahead = plan_ahead(plan)
+    def noting(plan: StepPlan, max_rows: int | None) -> StepPlan | None:
+        ahead = plan_ahead(plan, max_rows)
         assert ahead is not None
         pieces = [(piece.state.request.id, piece.length) for piece in ahead.prompts]
         launched.append((len(ahead.decodes), pieces))
@@ -242,6 +242,43 @@ def test_a_prompt_that_is_cancelled_under_way_keeps_its_blocks_until_its_step_is
     assert engine.stats().kv_used == 2
     assert [event.finish for event in engine.step()] == [None]
     assert engine.stats().running == 1
+
+
+@pytest.mark.parametrize("capture", [None, record])
+@pytest.mark.parametrize("streams", [1, 2])
+def test_a_prompt_that_is_cancelled_under_way_leaves_its_draw_to_nobody(
+    engine_of: MakeEngine, caplog: pytest.LogCaptureFixture, streams: int, capture: Capture | None
+) -> None:
+    """Its last piece, which draws, is in the step ahead; the step after it has the same decodes as before."""
+    said = []
+    for lookahead in (False, True):
+        engine, tokens = engine_of(lookahead, capture=capture), dict[str, list[int | None]]()
+        for number in range(streams):
+            engine.add(ask(f"old{number}", [1 + number, 2, 3]))
+        events = [*engine.step(), *engine.step()]
+        engine.add(ask("new", [7, 8, 9, 10, 11], max_tokens=4))
+        events += engine.step()
+        engine.cancel("new", 1)
+        while engine.has_work:
+            events += engine.step()
+        for event in events:
+            tokens.setdefault(event.request_id, []).append(event.token_id)
+        said.append([tokens[f"old{number}"] for number in range(streams)])
+    assert said[0] == said[1]
+    assert not caplog.records, "no step is given up"
+
+
+def test_prompts_with_a_common_beginning_wait_for_the_first_of_them(engine_of: MakeEngine) -> None:
+    """As many tokens are found in the cache as without steps launched ahead."""
+    found = []
+    for lookahead in (False, True):
+        engine = engine_of(lookahead, max_num_batched_tokens=32)
+        for number in range(8):
+            engine.add(ask(f"r{number}", [*range(1, 31), 40 + number], max_tokens=4))
+        while engine.has_work:
+            engine.step()
+        found.append((engine.stats().prefix_hit_tokens, engine.stats().prefill_tokens))
+    assert found[0] == found[1]
 
 
 def test_prompts_with_scores_are_followed_by_no_step(engine_of: MakeEngine) -> None:
@@ -336,7 +373,9 @@ def test_a_filter_that_was_decided_too_early_draws_again(
     abandon = engine._batch.abandon
     monkeypatch.setattr(engine._batch, "abandon", lambda plan: (abandoned.append(plan), abandon(plan))[1])
     launched, plan_ahead = [], engine._batch.plan_ahead
-    monkeypatch.setattr(engine._batch, "plan_ahead", lambda plan: (launched.append(plan_ahead(plan)), launched[-1])[1])
+    monkeypatch.setattr(
+        engine._batch, "plan_ahead", lambda *asked: (launched.append(plan_ahead(*asked)), launched[-1])[1]
+    )
     assert plot.play(engine) == wanted
     assert abandoned
     assert engine.stats().steps_ahead == sum(plan is not None for plan in launched) - len(abandoned)

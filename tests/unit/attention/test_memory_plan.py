@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from services.attention.setup.batch_size import GPUS, LARGEST_FAST_STEP, WITHOUT_GPU, BatchSize, batch_size, seqs_within
+from services.attention.setup.batch_size import GPUS, WITHOUT_GPU, BatchSize, batch_size, seqs_within
 from services.attention.setup.memory_plan import (
     CONTEXT_BYTES,
     GIB,
@@ -167,7 +167,7 @@ def test_without_a_gpu_nothing_changes() -> None:
 def test_a_gpus_defaults_follow_its_memory_and_leave_room_for_prompts(gib: int) -> None:
     found = batch_size(seqs=None, tokens=None, gpu_bytes=gib * GIB)
     usual = next(size for least, size in GPUS if gib * GIB >= least)
-    assert found.max_num_batched_tokens == min(usual.max_num_batched_tokens, LARGEST_FAST_STEP or 1 << 20)
+    assert found.max_num_batched_tokens == usual.max_num_batched_tokens
     assert found.max_num_seqs <= usual.max_num_seqs
     assert found.max_num_batched_tokens - found.max_num_seqs >= found.max_num_batched_tokens // 8
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from testkit.gpu.decode_bench import request
 
-from services.attention.batching.pace import DEARER, MARGIN, MIN_ROWS, SAMPLES, Pace
+from services.attention.batching.pace import DEARER, LEARNT_FROM, MARGIN, MIN_ROWS, SAMPLES, Pace
 from services.attention.step.engine import Engine
 
 MakeEngine = Callable[..., Engine[Any]]
@@ -42,10 +42,10 @@ def test_without_experience_or_streams_there_is_no_bound() -> None:
     assert pace.rows(64) is None
     pace.note(64, 0, 0.010)
     assert pace.rows(64) is None, "what a row of a prompt takes is not known"
-    pace.note(64, MIN_ROWS - 1, 0.5)
+    pace.note(64, LEARNT_FROM - 1, 0.5)
     assert pace.rows(64) is None, "of so few nothing is learnt"
-    pace.note(0, 1000, 0.010)
-    assert pace.rows(64) == 1000 / DEARER
+    pace.note(0, 2000, 0.010)
+    assert pace.rows(64) == 2000 / DEARER
     assert pace.rows(0) is None
 
 
@@ -54,9 +54,20 @@ def test_steps_of_prompts_alone_count_only_until_there_are_others() -> None:
     pace.note(64, 0, 0.010)
     pace.note(0, 8000, 0.040)
     assert pace.rows(64) == 2000 / DEARER
-    pace.note(64, 2000, 0.050)
+    pace.note(64, 2000, 0.030)
     pace.note(0, 8000, 0.040)
-    assert pace.rows(64) == 500
+    assert pace.rows(64) == 1000
+
+
+def test_after_the_warm_up_prompts_are_learnt_anew() -> None:
+    pace = Pace(2.0 / MARGIN)
+    for seconds in (2.0, 1.5, 0.010, 0.010):
+        pace.note(64, 0, seconds)
+    pace.note(0, 8000, 3.0)
+    pace.warmed_up()
+    assert pace.rows(64) is None
+    pace.note(0, 8000, 0.040)
+    assert pace.rows(64) == 2000 / DEARER, "the slow decodes were those that loaded kernels"
 
 
 def test_slow_moments_are_forgotten() -> None:
@@ -76,8 +87,8 @@ def test_slow_moments_are_forgotten() -> None:
 def test_two_steps_show_what_became_dearer() -> None:
     pace = learnt()
     for _ in range(2):
-        pace.note(64, 1000, 0.010 + 1000 * 2e-5)
-    assert pace.rows(64) == 500
+        pace.note(64, 1000, 0.010 + 1000 * 1.25e-5)
+    assert pace.rows(64) == 800
 
 
 @pytest.mark.parametrize("lookahead", ["off", "all"])

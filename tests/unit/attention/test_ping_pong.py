@@ -42,7 +42,7 @@ def test_greedy_equals_the_oracle_in_ping_pong(
 ) -> None:
     """Also when blocks run out, prompts are cut, and prefixes are found again."""
     link = RecordingLink(tiny.link())
-    engine = make_engine(link=link, overlap=on(), kv_blocks=24, max_num_seqs=6, max_num_batched_tokens=16)
+    engine = make_engine(link=link, overlap=on(), kv_blocks=18, max_num_seqs=6, max_num_batched_tokens=16)
     events = run(engine, *(ask(name, prompt, 12) for name, (prompt, _) in wanted.items()))
     assert {name: tokens(of_one) for name, of_one in events.items()} == {n: answer for n, (_, answer) in wanted.items()}
     stats = engine.stats()

@@ -12,7 +12,7 @@ PAGE = FOLDER.parents[1] / "observability.md"
 def test_each_dashboard_has_a_picture_on_the_page() -> None:
     """Where this fails: ``python -m testkit.docs.dashboards`` draws them again."""
     text = PAGE.read_text(encoding="utf-8")
-    files = {file.stem: file.read_bytes() for file in FOLDER.iterdir()}
+    files = {file.stem: file.read_bytes() for file in FOLDER.iterdir() if not file.name.startswith("drill-")}
     assert files.keys() == {*shipped(), DARK, PHONE_NAME}
     for name, content in files.items():
         assert f"(plots/dashboards/{name}.webp)" in text

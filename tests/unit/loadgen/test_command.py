@@ -122,7 +122,9 @@ def test_a_search_and_a_sweep_write_what_they_found(
     slo = ["--slo", "ttft:p50<5s", "--start", "40", "--max-rate", "80"]
     assert main(["search", url, *words, *slo]) == 0
     assert "The SLO is kept up to 80 requests a second" in capsys.readouterr().out
-    assert [probe["rate"] for probe in json.loads(out.read_bytes())["probes"]] == [40.0, 80.0]
+    assert [probe["rate"] for probe in json.loads(out.read_bytes())["probes"]] == [40.0, 80.0, 80.0], (
+        "looked at on the way up, then measured"
+    )
     assert main(["sweep", url, "--concurrencies", "1,4", "--probe-seconds", "0.3", "--out", str(out)]) == 0
     points = json.loads(out.read_bytes())["points"]
     assert [point["load"] for point in points] == [1.0, 4.0]
