@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,15 @@ async def test_what_is_under_way_is_seen_as_unfinished(closed: bool) -> None:
     assert any(seen.first_token for seen in part.seen if seen.outcome == "unfinished")
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """SIGINT as a program in the foreground has it; those in the background ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_a_signal_that_nobody_hears_and_a_second_one_end_the_program() -> None:
     with signals() as stop:
         with pytest.raises(KeyboardInterrupt):
