@@ -147,22 +147,22 @@ class BatchManager:
         here, or gives that to :meth:`abandon`.
 
         Args:
-            max_rows: of the step that is returned; None: as many as any step may have.
+            max_rows: a step of more rows is not launched ahead; None: no bound.
         """
         if any(piece.scored for piece in plan.prompts) or self._clock() >= self._next_deadline_ms:
             return None
         alive = plan.decodes if plan.decodes is self._decodes else tuple(one for one in plan.decodes if one.blocks)
         drew = tuple(piece.state for piece in plan.prompts if piece.draws and piece.state.blocks)
         goes_on = tuple(state for state in alive + drew if len(state.token_ids) + 1 < state.limit)
-        budget = min(self._limits.max_num_batched_tokens, max_rows or self._limits.max_num_batched_tokens)
+        budget = self._limits.max_num_batched_tokens
         beside = len(self._running) - len(alive) - len(drew)  # sequences that prefill, if none decodes
         if beside != sum(state.prefilling for state in self._running) - sum(state.prefilling for state in drew):
             return None
         if len(goes_on) > budget or not make_room(self.pool, goes_on, 1):
             return None
-        room = min(self._room_beside(len(goes_on)), budget - len(goes_on))
-        prompts = self._pieces_ahead(plan, room) if beside or self._waiting else []
-        if not goes_on and not prompts:
+        prompts = self._pieces_ahead(plan, self._room_beside(len(goes_on))) if beside or self._waiting else []
+        rows = len(goes_on) + sum(piece.length for piece in prompts)
+        if not rows or (max_rows is not None and rows > max_rows):
             return None
         same = len(goes_on) == len(plan.decodes) and not drew
         ahead = StepPlan(decodes=plan.decodes if same else goes_on, prompts=tuple(prompts))

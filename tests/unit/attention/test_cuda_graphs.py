@@ -208,6 +208,38 @@ def test_a_new_key_is_captured_once_after_a_step_without(tiny: Any, make_engine:
     assert link.captured == 4
 
 
+class Narrow(Keyed):
+    """Exchanges of more than 16 rows cannot be captured."""
+
+    @contextmanager
+    def capture_context(self, rows: int) -> Iterator[Hashable | None]:
+        yield self.key if rows <= 16 else None
+
+
+def test_where_the_host_exchanges_rows_no_step_is_launched_ahead(tiny: Any, make_engine: MakeEngine) -> None:
+    """A prompt of forty tokens comes while another sequence decodes by graph: it is computed in one step, which is
+    launched when nobody waits for a token of the step before."""
+    link = Narrow(tiny.link()._experts, num_experts=8)
+    engine = make_engine(link=link, capture=record, lookahead="replayed", max_model_len=64, kv_blocks=64)
+    engine.prepare()
+    assert engine._runner.replayed_rows == 16
+    engine.add(request("old", PROMPTS[0], 12))
+    for _ in range(3):
+        engine.step()
+    assert engine._steps.in_flight
+    engine.add(request("long", [7] * 40, 1))
+    seen = []
+    while engine.has_work:
+        before = engine.stats()
+        engine.step()
+        after = engine.stats()
+        seen.append((after.step_tokens, after.graph_steps > before.graph_steps, engine._steps.in_flight))
+    assert seen[0][0] == 1
+    assert not seen[0][2], "what follows is not for graphs"
+    assert seen[1] == (41, False, False), "whole, and read before anything follows"
+    assert engine.stats().prefill_chunks == 0
+
+
 def test_links_without_a_key_have_no_graphs(make_engine: MakeEngine, tiny: Any) -> None:
     link = keyed(tiny)
     link.key = None
