@@ -145,8 +145,7 @@ class Prefixes:
         """Return cached blocks of the sequence. The last known token is recomputed: its row is what a draw needs."""
         if not self.looks_up(state):
             return []
-        blocks = (len(state.token_ids) - 1) // self._pool.block_size
-        return self._pool.match(state.extend_chain(self._pool.block_size, blocks, self._scope))
+        return self._pool.match(self._names(state))
 
     def under_way(self, pieces: Sequence[Piece]) -> set[bytes]:
         """Return the names that blocks get once ``pieces`` are computed."""
@@ -158,10 +157,13 @@ class Prefixes:
 
     def next_name(self, state: SequenceState, matched: int) -> bytes | None:
         """Return the name of the block after the ``matched`` ones, if it can be found by name."""
+        names = self._names(state) if self.looks_up(state) else []
+        return names[matched] if matched < len(names) else None
+
+    def _names(self, state: SequenceState) -> list[bytes]:
+        """Return the names of the blocks that may be taken from the cache."""
         blocks = (len(state.token_ids) - 1) // self._pool.block_size
-        if not self.looks_up(state) or matched >= blocks:
-            return None
-        return state.extend_chain(self._pool.block_size, blocks, self._scope)[matched]
+        return state.extend_chain(self._pool.block_size, blocks, self._scope)
 
     def publish(self, state: SequenceState) -> None:
         """Let others find the blocks that ``state`` has filled."""

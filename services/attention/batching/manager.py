@@ -16,7 +16,8 @@ import math
 import time
 from bisect import insort
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
 
 from services.attention.batching.blocks import BlockPool, HeldBack, Prefixes, make_room, reserve
 from services.attention.batching.pace import Pace
@@ -131,9 +132,8 @@ class BatchManager:
             return StepPlan(decodes=self._decodes)
         budget = self._limits.max_num_batched_tokens
         decodes, prompts = self._plan_decodes(budget), list[Piece]()
-        room = self._room_beside(len(decodes))
-        self._plan_prefills(prompts, room)
-        self._admit(prompts, room - sum(piece.length for piece in prompts))
+        budget = self._plan_prefills(prompts, self._room_beside(len(decodes)))
+        self._admit(prompts, budget)
         assert decodes or prompts or not self._held, "sequences are held, but none can make progress"
         self._decodes = tuple(decodes)
         return StepPlan(decodes=self._decodes, prompts=tuple(prompts))
@@ -154,13 +154,15 @@ class BatchManager:
         alive = plan.decodes if plan.decodes is self._decodes else tuple(one for one in plan.decodes if one.blocks)
         drew = tuple(piece.state for piece in plan.prompts if piece.draws and piece.state.blocks)
         goes_on = tuple(state for state in alive + drew if len(state.token_ids) + 1 < state.limit)
-        budget = self._limits.max_num_batched_tokens
-        beside = len(self._running) - len(alive) - len(drew)  # sequences that prefill, if none decodes
-        if beside != sum(state.prefilling for state in self._running) - sum(state.prefilling for state in drew):
+        if len(alive) < sum(not state.prefilling for state in self._running):  # more decode than a step may have rows
             return None
-        if len(goes_on) > budget or not make_room(self.pool, goes_on, 1):
+        if len(goes_on) > self._limits.max_num_batched_tokens or not make_room(self.pool, goes_on, 1):
             return None
-        prompts = self._pieces_ahead(plan, self._room_beside(len(goes_on))) if beside or self._waiting else []
+        prompts = list[Piece]()
+        if self._waiting or len(alive) + len(drew) < len(self._running):
+            ends = {piece.state: piece.end for piece in plan.prompts}
+            budget = self._plan_prefills(prompts, self._room_beside(len(goes_on)), ends)
+            self._admit(prompts, budget, self._prefixes.under_way(plan.prompts))
         rows = len(goes_on) + sum(piece.length for piece in prompts)
         if not rows or (max_rows is not None and rows > max_rows):
             return None
@@ -168,17 +170,6 @@ class BatchManager:
         ahead = StepPlan(decodes=plan.decodes if same else goes_on, prompts=tuple(prompts))
         self._held_back.launched(ahead)
         return ahead
-
-    def _pieces_ahead(self, plan: StepPlan, budget: int) -> list[Piece]:
-        """Return pieces of at most ``budget`` tokens for the step after ``plan``."""
-        ends, pieces = {piece.state: piece.end for piece in plan.prompts}, list[Piece]()
-        for state in self._running:
-            start = ends.get(state, state.computed)
-            if budget > 0 and state.prefilling and start < len(state.token_ids):
-                pieces.append(Piece.of(state, budget, start))
-                budget -= pieces[-1].length
-        self._admit(pieces, budget, self._prefixes.under_way(plan.prompts))
-        return pieces
 
     def abandon(self, plan: StepPlan) -> None:
         """Drop ``plan``, which was launched ahead and whose rows have left nothing behind; whom it admitted stays. No
@@ -263,11 +254,20 @@ class BatchManager:
         self._held[state.request.id] = state
         self._waiting.add(state)
 
-    def _plan_prefills(self, pieces: list[Piece], budget: int) -> None:
+    def _plan_prefills(
+        self, pieces: list[Piece], budget: int, ends: Mapping[SequenceState, int] = MappingProxyType({})
+    ) -> int:
+        """Add pieces of running sequences, of at most ``budget`` tokens. Returns what is left of it.
+
+        Args:
+            ends: where the pieces in flight end; what is before that counts as computed.
+        """
         for state in self._running:
-            if state.prefilling and budget > 0:
-                pieces.append(Piece.of(state, budget))
+            start = ends.get(state, state.computed)
+            if state.prefilling and budget > 0 and start < len(state.token_ids):
+                pieces.append(Piece.of(state, budget, start))
                 budget -= pieces[-1].length
+        return budget
 
     def _admit(self, pieces: list[Piece], budget: int, under_way: Collection[bytes] = ()) -> None:
         """Add pieces of requests that wait. One that will find a block of ``under_way`` in the cache waits for it."""
