@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import random
 from collections import Counter
@@ -206,6 +207,7 @@ def test_most_steps_of_a_batch_that_only_decodes_are_launched_ahead(engine_of: M
 def test_a_step_ahead_goes_on_with_prompts_and_admits_others(
     engine_of: MakeEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.WARNING)
     engine, launched = engine_of(True, max_num_batched_tokens=8), list[tuple[int, list[tuple[str, int]]]]()
     plan_ahead = engine._batch.plan_ahead
 
@@ -250,6 +252,7 @@ def test_a_prompt_that_is_cancelled_under_way_leaves_its_draw_to_nobody(
     engine_of: MakeEngine, caplog: pytest.LogCaptureFixture, streams: int, capture: Capture | None
 ) -> None:
     """Its last piece, which draws, is in the step ahead; the step after it has the same decodes as before."""
+    caplog.set_level(logging.WARNING)
     said = []
     for lookahead in (False, True):
         engine, tokens = engine_of(lookahead, capture=capture), dict[str, list[int | None]]()

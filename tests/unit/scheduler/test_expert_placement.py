@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -322,6 +323,7 @@ async def test_what_a_dead_seat_left_uneven_is_evened_at_once(load: Any, moves: 
 
 
 async def test_another_number_of_groups_than_was_asked_for_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
     redis: Any = Quiet(published(seat(1, 0), seat(2, 1)), [seat(1, 0), seat(2, 1)])
     for asked in (None, 2):
         await ExpertPlacement(redis, redis, groups=2, asked=asked).turn(1)
