@@ -44,7 +44,7 @@ class LocalHost:
             return await self.find(event)
         pid = await self._pid(event.target)
         try:
-            await _signal(pid, event)
+            await signal_process(pid, event)
         except ProcessLookupError as error:
             raise EventImpossible(f"{event.target} ended by itself, as process {pid}.") from error
         return f"process {pid}"
@@ -75,7 +75,12 @@ def _names(process: Path, folders: list[Path]) -> Iterator[str]:
         yield REDIS
 
 
-async def _signal(pid: int, event: Planned) -> None:
+async def signal_process(pid: int, event: Planned) -> None:
+    """Kills, drains or pauses a process, as ``event`` says. Returns when a pause is over.
+
+    Raises:
+        ProcessLookupError: it has ended.
+    """
     if event.action != "pause":
         os.kill(pid, signal.SIGKILL if event.action == "kill" else signal.SIGTERM)
         return

@@ -1,19 +1,21 @@
 """ExpertFlow's evaluation of a server (thesis, section 6.2.3): tables 6.1 to 6.3, figures 6.2 to 6.5, and an ablation.
 
     python -m perf.server.expertflow MODEL_FOLDER [--rates 50 100 250 500] [--requests 2560] [--ways server ...]
-        [--options '--max-num-seqs 256'] [--static-batch 64] [--ablation-rates 500] [--out DIR]
+        [--options '--max-num-seqs 256'] [--static-batch 64] [--ablation-rates 500] [--cores 0 1] [--out DIR]
 
 Serves the model in each way, one after the other, and sends each time ExpertFlow's workload: Poisson arrivals, prompts
 of 8 to 128 random tokens, answers of 1 to 128. ``server`` is the server as it is, ``static`` is the same one behind
 perf.kit.static_batches, which gives the next batch when the last one has ended; the other ways lack one thing each.
-Prints the tables. OUT gets a sweep of each way, for `expertmesh-load report` and `diff`, and expertflow.json, which
-perf.server.expertflow_picture draws.
+``--cores`` keeps the server and the client off each other's cores: a client that waits for one sends late, and its run
+is invalid. Prints the tables. OUT gets a sweep of each way, for `expertmesh-load report` and `diff`, and
+expertflow.json, which perf.server.expertflow_picture draws.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -61,7 +63,23 @@ class Measured:
     ttft_p99_ms: float
     failed: int
     lag_p99_ms: float
+    valid: bool
     requests: Sequence[tuple[int, float]]
+
+
+@contextmanager
+def pinned(cores: tuple[int, int] | None) -> Iterator[None]:
+    """Start programs on the first of ``cores`` while the context is open; what this program does later is done on the
+    second one. None: everywhere."""
+    if cores is None:
+        yield
+        return
+    server, client = cores
+    os.sched_setaffinity(0, {server})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, {client})
 
 
 @contextmanager
@@ -70,12 +88,13 @@ def serving(way: str, options: argparse.Namespace) -> Iterator[str]:
     words = ["--model", str(options.model), "--served-model-name", "m", "--log-level", "warning"]
     words += ["--max-queued-requests", "10000", *shlex.split(options.options), *shlex.split(LACKS.get(way, ""))]
     with ExitStack() as stack:
-        url = stack.enter_context(served(words, port=options.port)).url
-        if way == STATIC:
-            port, size = options.port + 1, options.static_batch
-            proxy = [sys.executable, "-m", "perf.kit.static_batches", url, "--port", str(port), "--size", str(size)]
-            at = f"http://127.0.0.1:{port}"
-            url = stack.enter_context(started(proxy, url=at, ready="/ready", start_s=START_S)).url
+        with pinned(options.cores):
+            url = stack.enter_context(served(words, port=options.port)).url
+            if way == STATIC:
+                port, size = options.port + 1, options.static_batch
+                proxy = [sys.executable, "-m", "perf.kit.static_batches", url, "--port", str(port), "--size", str(size)]
+                at = f"http://127.0.0.1:{port}"
+                url = stack.enter_context(started(proxy, url=at, ready="/ready", start_s=START_S)).url
         yield url
 
 
@@ -104,6 +123,7 @@ def measured(way: str, rate: float, driven: Driven) -> Measured:
         ttft_p99_ms=ttft.p99_ms if ttft else 0.0,
         failed=run.counts.scheduled - run.counts.ok,
         lag_p99_ms=run.validity.lag_p99_ms,
+        valid=run.validity.valid,
         requests=[((seen.prompt_tokens or 0) + seen.output_tokens, round(seen.e2e_s * 1e3, 1)) for seen in drawn],
     )
 
@@ -123,12 +143,14 @@ def sweep(way: str, rates: Sequence[float], runs: Sequence[Run]) -> Sweep:
 def tables(every: Sequence[Measured]) -> str:
     """Returns the tables in Markdown: throughput and latency of each way by rate."""
     lines = [
-        "| arrivals/s | way | requests/s | tokens/s | latency ms: average | min | max | TTFT p99, ms | failed |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| arrivals/s | way | requests/s | tokens/s | latency ms: average | min | max | TTFT p99, ms | "
+        "failed | sent late, p99 ms |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     lines += [
         f"| {each.rate:g} | {each.way} | {each.requests_s:.1f} | {each.tokens_s:,.0f} | {each.mean_ms:,.0f} | "
-        f"{each.min_ms:,.0f} | {each.max_ms:,.0f} | {each.ttft_p99_ms:,.0f} | {each.failed} |"
+        f"{each.min_ms:,.0f} | {each.max_ms:,.0f} | {each.ttft_p99_ms:,.0f} | {each.failed} | "
+        f"{each.lag_p99_ms:.2f}{'' if each.valid else ' (invalid)'} |"
         for each in sorted(every, key=lambda each: each.rate)
     ]
     return "\n".join(lines)
@@ -145,6 +167,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--ways", nargs="+", choices=[SERVER, STATIC, *LACKS], default=[SERVER, STATIC, *LACKS])
     parser.add_argument("--options", default="", help="more options of expertmesh serve")
     parser.add_argument("--static-batch", type=int, default=64, help="requests (default: %(default)s)")
+    parser.add_argument("--cores", type=int, nargs=2, metavar=("SERVER", "CLIENT"), help="a core for each")
     parser.add_argument("--port", type=int, default=8500, help="and the one after it (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=Path(".cache/expertflow"))
     return parser

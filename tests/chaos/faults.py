@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
 from testkit.processes.cable import Cable
 from testkit.processes.cluster import Cluster
-from testkit.processes.servers import stopped
 
 from chaos.history import History
-from chaos.plan import CUT_S, DELAY_S, IMPAIRED_S, LEADER, LOST_SHARE, STOPPED_LEASES, Event
+from chaos.plan import CUT_S, DELAY_S, IMPAIRED_S, LEADER, LOST_SHARE, NEED_CABLES, STOPPED_LEASES, Event
+from loadgen.events.local import signal_process
+from loadgen.events.plan import Action, Planned
 
 _LOOK_S = 0.1
+ACTIONS: Mapping[str, Action] = {"kill": "kill", "leave": "drain", "stop": "pause"}
+"""By the first word of a fault."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -62,13 +65,10 @@ class Faults:
         began = time.perf_counter()
         self.log(f"{event.kind} {target}")
         self._record("fault", event, target)
-        if (process_fault := event.kind.partition(" ")[0]) == "stop":
-            with stopped(self.cluster.members[target].running.pid):
-                await asyncio.sleep(STOPPED_LEASES * self.cluster.shape.lease_s)
-        elif process_fault in ("kill", "leave"):
-            await asyncio.to_thread(self._end, event, target)
-        else:
+        if event.kind in NEED_CABLES:
             await self._impair(event, target)
+        else:
+            await self._signal(event, target)
         self._record("over", event, target)
         self.done.append(Done(event=event, target=target, began=began, ended=time.perf_counter()))
 
@@ -88,9 +88,15 @@ class Faults:
         schedulers = self.cluster.of("scheduler")
         return await asyncio.to_thread(self.cluster.leader) or schedulers[0]
 
-    def _end(self, event: Event, target: str) -> None:
-        self._asked.add(self.cluster.members[target].running.pid)
-        (self.cluster.terminate if event.kind == "leave experts" else self.cluster.kill9)(target)
+    async def _signal(self, event: Event, target: str) -> None:
+        """Do to the process what ``expertmesh-load --event`` does at this word."""
+        running, action = self.cluster.members[target].running, ACTIONS[event.kind.partition(" ")[0]]
+        if action != "pause":
+            self._asked.add(running.pid)
+        for_s = STOPPED_LEASES * self.cluster.shape.lease_s
+        await signal_process(running.pid, Planned(at_s=event.at, action=action, target=target, for_s=for_s))
+        if action == "kill":
+            await asyncio.to_thread(running.popen.wait)
 
     async def _impair(self, event: Event, target: str) -> None:
         cable = self.cluster.members[target].cable

@@ -29,6 +29,7 @@ ONE = Measured(
     ttft_p99_ms=20.4,
     failed=0,
     lag_p99_ms=0.1,
+    valid=True,
     requests=[(9, 100.0), (256, 900.0)],
 )
 
