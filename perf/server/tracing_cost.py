@@ -4,7 +4,8 @@
 
 A server for each way, all at once; one has load at a time, in rounds, in an order that turns. The medians over rounds
 of requests per second, of the mean engine step, and of CPU time per generated token of all processes: what neighbours
-take of the cores is not in that. CPU time is compared with that of the same round's server that does not trace.
+take of the cores is not in that. CPU time is compared with that of the same round's server that does not trace. Then
+what the gateway does for a request that is not sampled, by itself: the noise of rounds is a hundred times as much.
 
     off      no tracing
     1 %      to a collector, one request of a hundred
@@ -29,9 +30,13 @@ from pathlib import Path
 
 import httpx
 import psutil
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from testkit.collector import collecting
 from testkit.pocket.answers import serve_pocket
 from testkit.processes.servers import Server, bench
+
+from services.gateway.request_trace import TracedRequests
+from services.runtime.tracing import Span, Tracer
 
 BODY = {"model": "pocket", "prompt": "define: violinist\n", "max_tokens": 32, "temperature": 0, "ignore_eos": True}
 
@@ -100,6 +105,36 @@ def beside(results: Sequence[Round], off: Sequence[Round]) -> str:
     return f"{mean:.3f} ({low:.3f} to {high:.3f})"
 
 
+class Nowhere:
+    """A sink of a tracer that samples nothing."""
+
+    def put(self, span: Span) -> None:
+        raise AssertionError(f"{span.name} was sampled")
+
+
+def unsampled_us(requests: int = 20_000) -> float:
+    """Return the microseconds that tracing adds to a request that is not sampled."""
+
+    async def app(_scope: Scope, _receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    async def ignore(_message: Message) -> None:
+        pass
+
+    async def receive() -> Message:
+        return {"type": "http.disconnect"}
+
+    async def seconds(app: ASGIApp) -> float:
+        began = time.perf_counter()
+        for _ in range(requests):
+            await app({"type": "http", "method": "POST", "headers": [(b"host", b"127.0.0.1")]}, receive, ignore)
+        return time.perf_counter() - began
+
+    traced = TracedRequests(app, Tracer(Nowhere(), share=0.0))
+    took = [asyncio.run(seconds(traced)) - asyncio.run(seconds(app)) for _ in range(5)]
+    return 1e6 * statistics.median(took) / requests
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--rounds", type=int, default=9)
@@ -130,6 +165,7 @@ def main() -> None:
             figures = f"{middle['requests_s']:>10.1f} {middle['step_ms']:>8.2f} {middle['cpu_ms']:>13.3f}"
             print(f"{way:<6} {figures}  {beside(results, rounds['off']) if way != 'off' else ''}")
         print(f"{len(collector.spans)} spans came to the collector")
+    print(f"a request that is not sampled: {unsampled_us():.1f} us")
 
 
 if __name__ == "__main__":
