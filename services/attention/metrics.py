@@ -109,6 +109,7 @@ class StepObserver:
 
     def _set_levels(self, reading: EngineStats) -> None:
         self._metrics.graphs.set(reading.graphs)
+        self._growth.follow(self._metrics.graph_failures, reading.graph_failures)
         self._metrics.running.set(reading.running)
         self._metrics.waiting.set(reading.waiting)
         self._metrics.kv_usage.set(reading.kv_used / reading.kv_blocks)

@@ -106,6 +106,10 @@ class WorkerMetrics:
         )
         self.graph_steps = counter("graph_steps_total", "Steps replayed from a CUDA graph, repeated ones included.")
         self.graphs = series.gauge("step_graphs", "CUDA graphs captured for engine steps.")
+        self.graph_failures = counter(
+            "step_graph_failures_total",
+            "CUDA graphs that could not be captured. Steps run eagerly since, but where a graph was captured before.",
+        )
 
     def _requests(self, series: Series) -> None:
         counter = series.counter

@@ -113,15 +113,17 @@ class StepGraphs(Generic[HandleT]):
         self._broken = False
         self.max_rows = most
         """Most rows of a step that suits a graph. :meth:`prepare` lowers it to what the link allows."""
-        self.captures = 0
+        self.captures, self.failures = 0, 0
+        """Graphs that were captured, and attempts that failed."""
         self.steps = 0
         """Steps replayed since the start; a step that ran again counts again."""
 
     def prepare(self) -> None:
-        """Capture all graphs that steps may need with the link as it is now, so that no step waits for that.
+        """Capture all graphs that steps may need with the link as it is now, so that no step waits for that. Where the
+        device does not allow one, this and smaller ones are left out, and their steps run eagerly.
 
         Raises:
-            ConfigError: this device, or its memory, does not allow it.
+            ConfigError: memory does not suffice.
         """
         began = time.monotonic()
         kinds = [(kind, rows) for kind in (self._pieces, self._decodes) for rows in reversed(kind.buckets)]
@@ -130,7 +132,10 @@ class StepGraphs(Generic[HandleT]):
                 if not self._capture_rows(kind, rows):
                     continue
             except Exception as error:
-                reason = next(iter(str(error).splitlines()), type(error).__name__)
+                if "out of memory" not in str(error):
+                    self._give_up(rows)
+                    break
+                reason = str(error).splitlines()[0]
                 raise ConfigError(
                     f"Steps of {rows} rows cannot be captured as a CUDA graph: {reason}.",
                     hint="Start with --enforce-eager, or leave more memory free: --gpu-memory-utilization, "
@@ -180,9 +185,14 @@ class StepGraphs(Generic[HandleT]):
         kind, rows = missed
         try:
             self._capture_rows(kind, rows)
-        except Exception:  # the steps' boundary: they go on without
-            self._broken = True
-            log.exception("cannot capture a step of %d rows as a CUDA graph; no new graphs will be captured", rows)
+        except Exception:  # noqa: BLE001  the steps' boundary: they go on without
+            self._give_up(rows)
+
+    def _give_up(self, rows: int) -> None:
+        """Capture nothing any more, since a step of ``rows`` rows raised."""
+        self._broken = True
+        self.failures += 1
+        log.exception("cannot capture a step of %d rows as a CUDA graph; no new graphs will be captured", rows)
 
     def _capture_rows(self, kind: FixedInputs, rows: int) -> bool:
         """Capture a graph of ``rows`` if there is none and the link allows one. Returns whether there is one."""

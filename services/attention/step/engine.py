@@ -268,6 +268,7 @@ class Engine(Generic[HandleT]):
             steps_ahead=self._steps.launched_ahead,
             graph_steps=self._graphs.steps if self._graphs else 0,
             graphs=self._graphs.captures if self._graphs else 0,
+            graph_failures=self._graphs.failures if self._graphs else 0,
             step_failures=self._steps.failures,
         )
 

@@ -40,6 +40,8 @@ class EngineStats:
     """Steps that ran as a CUDA graph; a step that ran again counts again."""
     graphs: int
     """CUDA graphs that were captured."""
+    graph_failures: int = 0
+    """Captures that failed."""
     step_failures: Mapping[str, int] = field(default_factory=dict)
     """Steps that failed, by reason."""
 

@@ -295,6 +295,27 @@ def test_no_memory_for_graphs_is_an_error_at_the_start(make_engine: MakeEngine) 
         make_engine(capture=full, max_num_batched_tokens=600).prepare()
 
 
+def test_a_device_that_cannot_capture_computes_eagerly(
+    tiny: Any, make_engine: MakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    """From the size on that it cannot; what was captured before is used."""
+    captured: list[Callable[[], None]] = []
+
+    def limited(work: Callable[[], None]) -> Callable[[], None]:
+        if len(captured) == 2:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        captured.append(record(work))
+        return captured[-1]
+
+    engine = make_engine(capture=limited)
+    engine.prepare()
+    assert "as a CUDA graph; no new graphs will be captured" in caplog.text
+    assert tokens(engine, PROMPTS[:2]) == [tiny.greedy(prompt, 9) for prompt in PROMPTS[:2]]
+    stats = engine.stats()
+    assert (stats.graphs, stats.graph_failures) == (2, 1)
+    assert stats.graph_steps < stats.steps
+
+
 def test_no_memory_later_leaves_the_steps_as_they_are(
     tiny: Any, make_engine: MakeEngine, caplog: pytest.LogCaptureFixture
 ) -> None:

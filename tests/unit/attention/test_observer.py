@@ -54,6 +54,7 @@ def test_levels_totals_and_steps(registry: CollectorRegistry) -> None:
                 exchange_wait_seconds=0.1 * step,
                 graph_steps=step - 1,
                 graphs=13,
+                graph_failures=1,
             )
         )
         observer.after_step()
@@ -72,6 +73,7 @@ def test_levels_totals_and_steps(registry: CollectorRegistry) -> None:
     assert value("overlapped_steps_total") == 1
     assert value("steps_ahead_total") == 1
     assert (value("graph_steps_total"), value("step_graphs")) == (1, 13)
+    assert value("step_graph_failures_total") == 1
     assert value("exchange_wait_seconds_total") == pytest.approx(0.2)
     readings.append(replace(readings[-1], running=0, kv_used=0))  # a cancel between steps
     observer.after_step()

@@ -72,8 +72,8 @@ def agreement(ours: Choices, theirs: Choices) -> float:
 
 
 def test_choices_in_bfloat16_are_those_of_transformers(texts: list[list[int]]) -> None:
-    """Of all 200 texts 99.2 % are chosen alike. Half precision changes 1 % of transformers' own choices, too; which near
-    ties these are depends on the CPU."""
+    """Of all 200 texts 99.2 % are alike. Half precision changes 1 % of transformers' own choices, too; which near ties
+    these are depends on the CPU."""
     ours, exact = engines_choices(texts, "bfloat16"), transformers_choices(texts, torch.float32)
     theirs = transformers_choices(texts, torch.bfloat16)
     assert agreement(ours, theirs) >= 0.985
