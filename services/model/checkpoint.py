@@ -1,11 +1,12 @@
 """Reads a checkpoint folder, after checking its tensors against the spec.
 
-(Sharded) safetensors come in from disk; memory-mapped tensors go out, one at a time, to ``weights.py``. The headers are
-read first, so that a damaged or foreign checkpoint is refused at once.
+(Sharded) safetensors come in from disk; places of tensors in open files go out to ``tensor_reads.py``, whole tensors
+to ``reference.py``. The headers are read first: a damaged or foreign checkpoint is refused at once.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
@@ -30,6 +31,7 @@ class Checkpoint:
 
     def __init__(self, model_dir: Path, spec: ModelSpec) -> None:
         self._entries = tensor_entries(model_dir, spec)
+        self._seen = {file: _state(file) for file in {entry.file for entry in self._entries.values()}}
         self._open_files: dict[Path, Any] = {}
         self._stack = ExitStack()
 
@@ -55,9 +57,35 @@ class Checkpoint:
             raise CheckpointError(f'{entry.file}: "{name}" cannot be read: {error}.', hint=DOWNLOAD_AGAIN) from error
         return tensor
 
+    def descriptor(self, file: Path) -> int:
+        """Return a descriptor of ``file`` to read from, open until the checkpoint is left. Raises CheckpointError."""
+        try:
+            descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise CheckpointError(f"{file} cannot be read: {error}.", hint=DOWNLOAD_AGAIN) from error
+        self._stack.callback(os.close, descriptor)
+        return descriptor
+
+    def check_unchanged(self, files: Iterable[Path]) -> None:
+        """Raise CheckpointError where one of ``files`` is no longer the one whose header was read."""
+        for file in files:
+            if _state(file) != self._seen[file]:
+                raise CheckpointError(
+                    f"{file} was changed while it was read.", hint="Start again once its download or copy is complete."
+                )
+
     def entry(self, name: str) -> TensorEntry:
         return self._entries[name]
 
     def nbytes(self, names: Iterable[str]) -> int:
         """Return how many bytes the tensors ``names`` take on disk."""
         return sum(self._entries[name].nbytes for name in names)
+
+
+def _state(file: Path) -> tuple[int, ...] | None:
+    """Return what differs once ``file`` has been written to or replaced; None where it is gone."""
+    try:
+        found = file.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from numpy.typing import NDArray
@@ -24,6 +24,12 @@ def download(values: Tensor) -> Tensor:
         return values
     host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
     return host.copy_(values, non_blocking=True)
+
+
+class Awaited(Protocol):
+    """A point in the device's work, such as a :class:`Mark`."""
+
+    def wait(self) -> None: ...
 
 
 class Mark:

@@ -1,8 +1,8 @@
 """Loads the dense part of a checkpoint, or some of its experts. Each role reads only its own part.
 
-Tensors are copied one at a time from the mapped files into their final place, fused and in the serving dtype, so
-the peak is the weights themselves. Legend: V vocabulary, D hidden size, O rows of the fused projection, F width of a
-feed-forward network, E experts.
+First all tensors are made, fused, stacked and in the serving dtype, then the files are read straight into them, so the
+peak is the weights themselves and some buffers. Legend: V vocabulary, D hidden size, O rows of the fused projection, F
+width of a feed-forward network, E experts.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from services.errors import CheckpointError
 from services.model.checkpoint import Checkpoint
 from services.model.experts import ExpertWeights
+from services.model.host_memory import empty
 from services.model.names import EMBED, FINAL_NORM, LM_HEAD, FfnNames, TensorNames, dense_shapes
 from services.model.progress import NoProgress, Progress
 from services.model.spec import ModelSpec
+from services.model.tensor_reads import Place, read_tensors
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,12 +73,14 @@ def load_dense(
         reader = _Reader(checkpoint, dtype, device, progress or NoProgress())
         reader.progress.begin("dense weights", checkpoint.nbytes(dense_shapes(spec)))
         embed_VD = reader.tensor(EMBED)
-        return DenseWeights(
+        weights = DenseWeights(
             embed_VD=embed_VD,
             layers=tuple(_dense_layer(reader, spec, layer) for layer in range(spec.num_layers)),
             norm_D=reader.tensor(FINAL_NORM),
             lm_head_VD=embed_VD if spec.tie_embeddings else reader.tensor(LM_HEAD),
         )
+        reader.read()
+        return weights
 
 
 def load_experts(
@@ -104,36 +107,36 @@ def load_experts(
         reader = _Reader(checkpoint, dtype, device, progress or NoProgress())
         every_name = (name for layer in ffns.values() for ffn in layer for name in (ffn.gate, ffn.up, ffn.down))
         reader.progress.begin("expert weights", checkpoint.nbytes(every_name))
-        return {layer: _expert_layer(reader, spec, tuple(wanted[layer]), ffns[layer]) for layer in wanted}
+        experts_of = {layer: _expert_layer(reader, spec, tuple(wanted[layer]), ffns[layer]) for layer in wanted}
+        reader.read()
+        return experts_of
 
 
 class _Reader:
-    """Copies tensors to their final place, and reports the bytes to ``progress``."""
+    """Makes tensors, notes what belongs into them, and reads all of it at the end; ``progress`` gets the bytes."""
 
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, progress: Progress) -> None:
         self.progress = progress
         self._checkpoint = checkpoint
         self._dtype = dtype
         self._device = device
+        self._places: list[Place] = []
 
     def empty(self, *shape: int) -> Tensor:
-        return torch.empty(shape, dtype=self._dtype, device=self._device)
+        return empty(shape, self._dtype, self._device)
 
     def tensor(self, name: str, *, dtype: torch.dtype | None = None) -> Tensor:
         shape = self._checkpoint.entry(name).shape
-        return self.into(torch.empty(shape, dtype=dtype or self._dtype, device=self._device), name)
+        return self.into(empty(shape, dtype or self._dtype, self._device), name)
 
     def into(self, target: Tensor, name: str) -> Tensor:
-        """Fill ``target`` with the tensor called ``name``, and return it."""
-        source = self._checkpoint.read(name)
-        target.copy_(source)
-        if target.dtype == torch.float16 and source.dtype != torch.float16 and not target.isfinite().all():
-            raise CheckpointError(
-                f'{self._checkpoint.entry(name).file}: "{name}" has values beyond float16\'s range.',
-                hint="Serve it with --dtype bfloat16 or float32.",
-            )
-        self.progress.advance(self._checkpoint.nbytes([name]))
+        """Have :meth:`read` fill ``target`` with the tensor called ``name``. Returns it."""
+        self._places.append(Place(name=name, target=target))
         return target
+
+    def read(self) -> None:
+        """Fill all tensors that were made."""
+        read_tensors(self._checkpoint, self._places, self._device, self.progress.advance)
 
     def stacked(self, names: Sequence[str], rows: Sequence[int], *columns: int) -> Tensor:
         """Read tensors of ``rows`` rows each into one, one below the other."""

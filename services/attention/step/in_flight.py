@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Protocol
 
 import numpy as np
 from torch import Tensor
@@ -22,16 +21,10 @@ from services.attention.sequences.plan import Outcome, Piece, StepPlan
 from services.errors import LockstepBroken
 from services.model.dense import DenseModel
 from services.model.inputs import StepInputs
-from services.model.transfer import download, upload
+from services.model.transfer import Awaited, download, upload
 
 SCORED_ROWS = 64
 """Most prompt rows scored at a time: echoed log-probabilities need [rows, vocabulary] floats at once."""
-
-
-class Awaited(Protocol):
-    """A point in the device's work (:class:`services.model.transfer.Mark`)."""
-
-    def wait(self) -> None: ...
 
 
 @dataclass(kw_only=True, slots=True, eq=False)

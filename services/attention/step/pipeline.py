@@ -26,11 +26,11 @@ from services.attention.sampling.histories import Histories
 from services.attention.sampling.sampler import Sampler
 from services.attention.sequences.plan import Outcome, StepPlan
 from services.attention.step.flatten import Flattener
-from services.attention.step.in_flight import Awaited, InFlightStep, LastHidden
+from services.attention.step.in_flight import InFlightStep, LastHidden
 from services.attention.step.overlap import StepTime
 from services.attention.step.runner import StepOutput, StepRunner
 from services.errors import InternalError, LockstepBroken, RequestError
-from services.model.transfer import Mark
+from services.model.transfer import Awaited, Mark
 
 logger = logging.getLogger(__name__)
 Lookahead = Literal["off", "replayed", "all"]

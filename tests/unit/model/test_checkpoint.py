@@ -11,7 +11,7 @@ import shutil
 import tempfile
 import threading
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from services.model.header import read_header
 from services.model.load_spec import load_spec
 from services.model.names import dense_shapes, expert_shapes
 from services.model.progress import BarProgress, LoadStopped, LogProgress, Stoppable, loading_progress
+from services.model.tensor_reads import Place, read_tensors
 from services.model.weights import load_dense, load_experts
 
 CPU = torch.device("cpu")
@@ -289,8 +290,12 @@ def test_float16_overflow_is_refused(folder: Path) -> None:
 
 def test_dense_part_reads_no_experts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec, read = load_spec(folder), []
-    original = Checkpoint.read
-    monkeypatch.setattr(Checkpoint, "read", lambda self, name: (read.append(name), original(self, name))[1])
+
+    def noting(checkpoint: Checkpoint, places: Sequence[Place], *args: Any) -> None:
+        read.extend(place.name for place in places)
+        read_tensors(checkpoint, places, *args)
+
+    monkeypatch.setattr("services.model.weights.read_tensors", noting)
     load_dense(folder, spec, dtype=torch.float32, device=CPU)
     assert sorted(read) == sorted(dense_shapes(spec))
     read.clear()

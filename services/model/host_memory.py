@@ -1,0 +1,27 @@
+"""Memory of the host for large tensors, in huge pages where the system gives them.
+
+Making a page costs as much as reading 4 KiB from the page cache, so weights in small pages load at half the speed.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+from collections.abc import Sequence
+from contextlib import suppress
+
+import torch
+from torch import Tensor
+
+HUGE_PAGE_BYTES = 2 << 20
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a tensor of any contents. Memory of a large one on the host goes back to the system once it is dropped."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu" or nbytes < HUGE_PAGE_BYTES:
+        return torch.empty(tuple(shape), dtype=dtype, device=device)
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # a kernel without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype).view(tuple(shape))
