@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from services.errors import CheckpointError
-from services.model.checkpoint import Checkpoint
 from services.model.experts import ExpertWeights
 from services.model.names import EMBED, FINAL_NORM, LM_HEAD, FfnNames, TensorNames, dense_shapes
 from services.model.progress import NoProgress, Progress
 from services.model.spec import ModelSpec
+from services.model.weight_source import FromCheckpoint, Tensors, WeightSource
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,14 +61,20 @@ class DenseWeights:
 
 
 def load_dense(
-    model_dir: Path, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device, progress: Progress | None = None
+    model_dir: Path,
+    spec: ModelSpec,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Progress | None = None,
+    source: WeightSource | None = None,
 ) -> DenseWeights:
-    """Return the dense part, on ``device`` in ``dtype``.
+    """Return the dense part, on ``device`` in ``dtype``. ``source``: by default the checkpoint.
 
     Raises:
         CheckpointError: the checkpoint is incomplete, damaged or not that of ``spec``.
     """
-    with Checkpoint(model_dir, spec) as checkpoint:
+    with (source or FromCheckpoint()).open(model_dir, spec, device) as checkpoint:
         reader = _Reader(checkpoint, dtype, device, progress or NoProgress())
         reader.progress.begin("dense weights", checkpoint.nbytes(dense_shapes(spec)))
         embed_VD = reader.tensor(EMBED)
@@ -88,11 +94,13 @@ def load_experts(
     device: torch.device,
     experts: Mapping[int, Sequence[int]] | None = None,
     progress: Progress | None = None,
+    source: WeightSource | None = None,
 ) -> dict[int, ExpertWeights]:
     """Return the experts by layer, on ``device`` in ``dtype``.
 
     Args:
         experts: layer -> ids of the experts to load, in the order in which they are stacked; None: all experts.
+        source: by default the checkpoint.
 
     Raises:
         CheckpointError: the checkpoint is incomplete, damaged or not that of ``spec``.
@@ -100,7 +108,7 @@ def load_experts(
     wanted = experts if experts is not None else {layer: range(spec.num_experts) for layer in spec.moe_layers}
     names = TensorNames(spec.family)
     ffns = {layer: [names.expert(layer, expert) for expert in ids] for layer, ids in wanted.items()}
-    with Checkpoint(model_dir, spec) as checkpoint:
+    with (source or FromCheckpoint()).open(model_dir, spec, device) as checkpoint:
         reader = _Reader(checkpoint, dtype, device, progress or NoProgress())
         every_name = (name for layer in ffns.values() for ffn in layer for name in (ffn.gate, ffn.up, ffn.down))
         reader.progress.begin("expert weights", checkpoint.nbytes(every_name))
@@ -110,7 +118,7 @@ def load_experts(
 class _Reader:
     """Copies tensors to their final place, and reports the bytes to ``progress``."""
 
-    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, progress: Progress) -> None:
+    def __init__(self, checkpoint: Tensors, dtype: torch.dtype, device: torch.device, progress: Progress) -> None:
         self.progress = progress
         self._checkpoint = checkpoint
         self._dtype = dtype
