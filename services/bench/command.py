@@ -9,13 +9,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from loadgen.interruption import Interruption, signals
+from loadgen.writable import check_writable
 from services.bench import latency, options, throughput
 from services.bench.options import Given
 from services.bench.picture import check as check_picture
 from services.bench.picture import drawn
 from services.bench.prepare import Prepared
 from services.bench.progress import Progress
-from services.bench.report import Figure, Kind, Report, check_writable, encoded, origin
+from services.bench.report import Figure, Kind, Report, encoded, origin
 from services.bench.sides import OURS, VLLM, Side
 from services.bench.table import text
 from services.config import nearest_hint
@@ -192,7 +193,8 @@ def _serve(argv: Sequence[str], stop: Interruption) -> int:
 def _check_output(given: Given) -> None:
     check_picture(given.own.picture)
     for path in (given.own.json, given.own.picture):
-        check_writable(path)
+        if path is not None:
+            check_writable(path)
 
 
 def _report(

@@ -202,8 +202,8 @@ def _rate(text: str) -> float:
 
 
 def _goodput(text: str) -> str:
-    """Returns the load generator's objective for vLLM's ``ttft:500``: all requests within it, of the p99 of which the
-    table speaks."""
+    """Returns the load generator's objective for vLLM's ``ttft:500``. The goodput counts requests within it; the
+    verdict is about the 99th percentile."""
     name, _, target = text.partition(":")
     try:
         value = float(target)

@@ -13,7 +13,6 @@ from typing import Any, Literal
 import msgspec
 
 from loadgen.environment import environment
-from services.errors import ConfigError
 from services.runtime import release
 
 FORM = 1
@@ -112,21 +111,3 @@ def _commit() -> str | None:
 def encoded(report: Report) -> bytes:
     """Returns the report as JSON."""
     return msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n"
-
-
-def check_writable(path: Path | None) -> None:
-    """Looks whether ``path`` can be written: better before a bench than after it.
-
-    Raises:
-        ConfigError: it cannot.
-    """
-    if path is None:
-        return
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        there = path.exists()
-        path.open("ab").close()
-        if not there:
-            path.unlink()
-    except OSError as error:
-        raise ConfigError(f"Cannot write {path}: {error.strerror}.", hint="Name another file.") from error

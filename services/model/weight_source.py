@@ -19,7 +19,7 @@ from torch import Tensor
 from services.model.checkpoint import Checkpoint
 from services.model.header import TensorEntry
 from services.model.load_spec import load_spec
-from services.model.names import dense_shapes, expert_shapes
+from services.model.names import EMBED, dense_shapes, expert_shapes
 from services.model.spec import ModelSpec
 from services.model.weights_sample import with_weights
 
@@ -70,8 +70,9 @@ class RandomWeights:
 
 
 class RandomTensors:
-    """Equal for equal seeds and kinds of devices. A matrix keeps the size of a row: its values have a variance of one
-    over its columns. Norms are ones and biases zeros, as in a model whose training begins."""
+    """Equal for equal seeds and kinds of devices. Embeddings have a variance of one, so that rows of different tokens
+    go different ways; other matrices keep the size of a row, with a variance of one over their columns. Norms are ones
+    and biases zeros, as in a model whose training begins."""
 
     def __init__(self, folder: Path, spec: ModelSpec, device: torch.device, seed: int) -> None:
         self._folder, self._device, self._seed = folder, device, seed
@@ -83,8 +84,9 @@ class RandomTensors:
         if len(shape) == 1:
             fill = torch.zeros if name.endswith(".bias") else torch.ones
             return fill(shape, device=self._device)
-        generator = torch.Generator(self._device).manual_seed(self._seed << 32 | zlib.crc32(name.encode()))
-        return torch.empty(shape, device=self._device).normal_(std=shape[-1] ** -0.5, generator=generator)
+        generator = torch.Generator(self._device).manual_seed(zlib.crc32(f"{self._seed} {name}".encode()))
+        std = 1.0 if name == EMBED else shape[-1] ** -0.5
+        return torch.empty(shape, device=self._device).normal_(std=std, generator=generator)
 
     def entry(self, name: str) -> TensorEntry:
         shape = self._shapes[name]

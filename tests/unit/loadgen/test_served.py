@@ -36,7 +36,7 @@ def test_it_is_there_once_it_is_ready_and_gone_afterwards(tmp_path: Path, monkey
     monkeypatch.chdir(tmp_path)
     with served(["--model", "m"], port=free_port(), env={"SERVED": "yes"}) as server:
         assert httpx.get(server.url).text == "4 yes ['serve', '--model', 'm']"
-        os.kill(server.pid, 0)
+        assert os.getpgid(server.pid) == server.pid, "Ctrl-C in a terminal is not its own"
     with pytest.raises(ProcessLookupError):
         os.kill(server.pid, 0)
 
