@@ -53,6 +53,12 @@ class ServerUnusable(LoadError):
     code = "server_unusable"
 
 
+class ServerEnded(ServerUnusable):
+    """A server that was started to be measured ended, or did not come up in time."""
+
+    code = "server_ended"
+
+
 class ProcessLost(LoadError):
     """One of the processes that share a load ended before it."""
 

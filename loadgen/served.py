@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -11,6 +12,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import httpx
+
+from loadgen.errors import ServerEnded
+from services.runtime import die_with_parent
 
 START_S, END_S = 120.0, 60.0
 
@@ -28,9 +32,9 @@ def served(options: Sequence[str], *, port: int, env: Mapping[str, str] | None =
     """Serves with ``expertmesh serve`` while the context is open. ``env`` adds to this process's environment.
 
     Raises:
-        SystemExit: the server ended, or was not ready in time.
+        ServerEnded: the server ended, or was not ready in time.
     """
-    command = [sys.executable, "-m", "services", "serve", *options, "--port", str(port)]
+    command = [sys.executable, "-m", "expertmesh", "serve", *options, "--port", str(port)]
     with started(command, url=f"http://127.0.0.1:{port}", ready="/ready", start_s=START_S, env=env) as server:
         yield server
 
@@ -41,11 +45,19 @@ def started(
 ) -> Iterator[Served]:
     """Runs ``command``, a server at ``url``, while the context is open. It has ``start_s`` seconds until a GET of the
     path ``ready`` is answered with 200. ``env`` adds to this process's environment.
+    Ctrl-C is not the server's, which ends with the context or with this process. What it prints goes to stderr.
 
     Raises:
-        SystemExit: the server ended, or was not ready in time.
+        ServerEnded: the server ended, or was not ready in time.
     """
-    process = subprocess.Popen(command, env=os.environ | (env or {}))
+    process = subprocess.Popen(
+        command,
+        env=os.environ | (env or {}),
+        stdin=subprocess.DEVNULL,
+        stdout=2,
+        start_new_session=True,
+        preexec_fn=die_with_parent(),
+    )
     try:
         _wait_ready(process, url + ready, start_s)
         yield Served(url=url, pid=process.pid)
@@ -54,7 +66,7 @@ def started(
         try:
             process.wait(END_S)
         except subprocess.TimeoutExpired:
-            process.kill()
+            os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
 
@@ -62,9 +74,9 @@ def _wait_ready(process: subprocess.Popen[bytes], url: str, start_s: float) -> N
     until = time.monotonic() + start_s
     while not _ready(url):
         if process.poll() is not None:
-            sys.exit(f"the server ended with {process.returncode}")
+            raise ServerEnded(f"The server ended with {process.returncode}.", hint="Its output says why.")
         if time.monotonic() > until:
-            sys.exit(f"the server was not ready within {start_s:g} s")
+            raise ServerEnded(f"The server was not ready within {start_s:g} s.")
         time.sleep(0.1)
 
 

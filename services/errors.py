@@ -7,12 +7,14 @@ A user's fault or a passing condition is raised as one of these, travels back al
     |-- StartupError            a role cannot start; the process exits with ``exit_code``
     |   |-- ConfigError         an option is unknown, malformed or contradicts another
     |   |   |-- ProgramMissing  a program of others that a command runs is not on PATH
+    |   |   |-- VllmMissing     vLLM is to be measured beside this server, and is not there
     |   |   `-- WorkerExtraMissing  torch, or what else the extra `worker` installs, is not there
     |   |-- CheckpointError     the model folder is incomplete, damaged or has tensors that do not belong to it
     |   |   `-- UnsupportedModel    the architecture or a feature of it is not implemented
     |   |-- PortInUse           another process listens on the address
     |   |-- FingerprintMismatch another model is served in this namespace
     |   `-- VersionMismatch     members of this namespace live that read no version which this release writes
+    |-- BenchFailed             what `expertmesh bench` measures ended, or answers something else than was asked for
     |-- UnreadableMessage       bytes from Redis that are no message of a kind and version that this release knows
     |-- StaleLeader             another scheduler was elected; this one changed nothing
     |-- StaleTable              the epoch of a routing table is not above those in use; nothing was published
@@ -110,6 +112,18 @@ class ProgramMissing(ConfigError):
     code = "program_missing"
 
 
+class VllmMissing(ConfigError):
+    """``python`` is the interpreter that was asked for it."""
+
+    code = "vllm_missing"
+
+    def __init__(self, python: str, why: str) -> None:
+        super().__init__(
+            f"vLLM is not installed in {python}: {why}.",
+            hint="Name the Python that has it: --vllm /path/to/venv/bin/python.",
+        )
+
+
 class OutOfMemory(ConfigError):
     code = "out_of_memory"
 
@@ -164,6 +178,10 @@ class FingerprintMismatch(StartupError):
 class VersionMismatch(StartupError):
     code = "version_mismatch"
     exit_code = 6
+
+
+class BenchFailed(ExpertMeshError):
+    code = "bench_failed"
 
 
 class UnreadableMessage(ExpertMeshError):

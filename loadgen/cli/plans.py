@@ -6,7 +6,6 @@ import argparse
 import math
 import os
 import ssl
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,23 +25,12 @@ from loadgen.workload.bodies import Bodies
 from loadgen.workload.conversation import Source
 from loadgen.workload.files import read_prompts
 from loadgen.workload.hot_experts import HotExperts, hot_experts, read_recording
+from loadgen.workload.lengths import EXPERT_FLOW_REQUESTS, LENGTHS
 from loadgen.workload.synthetic import Agents, Chat, Replayed, Singles
 from loadgen.workload.tenants import WithTenants, read_tenants
 from loadgen.workload.words import Lengths, Prompts
 
-EXPERT_FLOW_REQUESTS = 2560
 _KEY = "OPENAI_API_KEY"
-_LENGTHS: Mapping[str, tuple[Lengths, Lengths]] = {
-    "lengths": (Lengths(8, 128), Lengths(1, 128)),
-    "expertflow": (Lengths(8, 128), Lengths(1, 128)),
-    "chat": (Lengths(16, 64), Lengths(16, 64)),
-    "agents": (Lengths(64, 256), Lengths(16, 64)),
-    "long": (Lengths(2048, 8192), Lengths(16, 128)),
-    "trace": (Lengths(1, 1), Lengths(1, 1)),
-    "file": (Lengths(1, 1), Lengths(128, 128)),
-    "hot-experts": (Lengths(1, 1), Lengths(32, 32)),
-}
-"""Of prompts and answers, by workload."""
 
 
 def schedule_of(options: argparse.Namespace) -> tuple[Schedule | Closed, Replay | None]:
@@ -97,8 +85,8 @@ def source_of(options: argparse.Namespace, endpoint: Endpoint, replay: Replay | 
         LoadError: a file that it needs is missing or of another form.
     """
     kind, seed = options.workload, options.seed
-    prompt_tokens = options.prompt_tokens or _LENGTHS[kind][0]
-    output_tokens = options.output_tokens or _LENGTHS[kind][1]
+    prompt_tokens = options.prompt_tokens or LENGTHS[kind][0]
+    output_tokens = options.output_tokens or LENGTHS[kind][1]
     prompts = Prompts(endpoint == "completions" and not options.text, vocabulary=options.vocabulary)
     if kind in ("lengths", "expertflow", "long"):
         return Singles(prompts=prompts, prompt_tokens=prompt_tokens, output_tokens=output_tokens, seed=seed)

@@ -19,7 +19,7 @@ from loadgen.cli.plans import finish_options, plan_of, schedule_of
 from loadgen.cli.realtime import go_first
 from loadgen.cli.terminal import LiveLine, probe_line
 from loadgen.drive import Driven, drive
-from loadgen.errors import BadSetting, FileUnusable
+from loadgen.errors import BadSetting
 from loadgen.interruption import Interruption, signals
 from loadgen.merge import merge
 from loadgen.pareto import pareto
@@ -31,6 +31,7 @@ from loadgen.schedule.curve import flat
 from loadgen.schedule.schedule import Schedule, arrivals, at_once
 from loadgen.search import RateSearch, SearchOptions
 from loadgen.seen import Seen
+from loadgen.writable import check_writable
 
 
 def run(argv: Sequence[str]) -> int:
@@ -175,21 +176,9 @@ def _prepare(options: argparse.Namespace) -> None:
     finish_options(options)
     for name in ("out", "html", "junit", "requests_file", "record_answers"):
         if (path := getattr(options, name, None)) is not None:
-            _check_writable(path)
+            check_writable(path)
     if options.realtime:
         go_first()
-
-
-def _check_writable(path: Path) -> None:
-    """Raises FileUnusable where ``path`` cannot be written: better before a run than after it."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        there = path.exists()
-        path.open("ab").close()
-        if not there:
-            path.unlink()
-    except OSError as error:
-        raise FileUnusable(f"Cannot write {path}: {error.strerror}.") from error
 
 
 def _cut_short(stop: Interruption, began_at: float) -> CutShort | None:

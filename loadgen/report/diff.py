@@ -8,9 +8,9 @@ from typing import Any, Final
 
 from loadgen.errors import ResultsUnreadable
 from loadgen.report.compare import Change, Comparison, Difference, Limits, compare
+from loadgen.report.grid import grid, printable
 from loadgen.report.junit import Case
 from loadgen.report.table import Table
-from loadgen.report.text import grid, printable
 from loadgen.report.words import amount, ms, share
 from loadgen.results import Results, Run, Search, Sweep
 

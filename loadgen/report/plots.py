@@ -123,16 +123,26 @@ def _levels(plot: Plot) -> Iterator[Html]:
 def _curve(curve: Curve, plot: Plot) -> Html:
     style = f"--c:{curve.color}"
     if curve.kind == "bars":
-        return element("path", d=_bars(curve, plot), class_="bars", style=style)
+        return element("path", d=bars_of(curve, plot), class_="bars", style=style)
     if curve.kind == "dots":
-        return element("path", d="".join(_dot(point, plot) for point in curve.points), class_="dots", style=style)
+        return element("path", d=dots_of(curve, plot), class_="dots", style=style)
+    paths, dots = lines_of(curve, plot)
+    found = [element("path", d=paths, class_="line dashed" if curve.dashed else "line", style=style)] if paths else []
+    return join(found + ([element("path", d=dots, class_="dots", style=style)] if dots else []))
+
+
+def lines_of(curve: Curve, plot: Plot) -> tuple[str, str]:
+    """Returns the paths of a curve's lines, and of points between two gaps, in the coordinates of a plot."""
     runs = [
         list(run) for is_gap, run in itertools.groupby(curve.points, lambda point: math.isnan(point[1])) if not is_gap
     ]
     paths = "".join(_path(run, plot, steps=curve.kind == "steps") for run in runs if len(run) > 1)
-    dots = "".join(_dot(run[0], plot) for run in runs if len(run) == 1)
-    found = [element("path", d=paths, class_="line dashed" if curve.dashed else "line", style=style)] if paths else []
-    return join(found + ([element("path", d=dots, class_="dots", style=style)] if dots else []))
+    return paths, "".join(_dot(run[0], plot) for run in runs if len(run) == 1)
+
+
+def dots_of(curve: Curve, plot: Plot) -> str:
+    """Returns the path of a curve's points."""
+    return "".join(_dot(point, plot) for point in curve.points)
 
 
 def _place(point: Point, plot: Plot) -> str:
@@ -152,7 +162,8 @@ def _dot(point: Point, plot: Plot) -> str:
     return f"M{_place(point, plot)}h0"
 
 
-def _bars(curve: Curve, plot: Plot) -> str:
+def bars_of(curve: Curve, plot: Plot) -> str:
+    """Returns the path of a curve's bars."""
     bases = curve.base or [0.0] * len(curve.points)
     found = []
     for (x, y), base in zip(curve.points, bases, strict=True):

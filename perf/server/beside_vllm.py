@@ -35,17 +35,16 @@ from perf.server.trusted_client import (
     table,
     write,
 )
+from services.bench.vllm import START_S, server_command
 
 NAME = "m"
 SERVERS = ("expertmesh", "vllm")
-START_S = 900.0
-"""Of vLLM: it compiles, and captures graphs."""
 
 
 def vllm_command(vllm: str, model: Path, port: int, options: str) -> list[str]:
     """Returns the command of vLLM's server."""
-    words = [*shlex.split(vllm), "serve", str(model), "--served-model-name", NAME, "--port", str(port)]
-    return [*words, "--no-enable-prefix-caching", *shlex.split(options)]
+    more = ["--no-enable-prefix-caching", *shlex.split(options)]
+    return server_command(shlex.split(vllm), str(model), NAME, port, more)
 
 
 def our_options(model: Path, options: str) -> list[str]:

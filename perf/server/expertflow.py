@@ -33,9 +33,11 @@ from loadgen.schedule.gaps import Gaps
 from loadgen.schedule.schedule import arrivals
 from loadgen.served import START_S, served, started
 from loadgen.workload.bodies import Bodies
+from loadgen.workload.lengths import EXPERT_FLOW_REQUESTS, LENGTHS
 from loadgen.workload.synthetic import Singles
-from loadgen.workload.words import Lengths, Prompts
+from loadgen.workload.words import Prompts
 
+PROMPTS, ANSWERS = LENGTHS["expertflow"]
 SERVER, STATIC = "server", "static"
 LACKS: Mapping[str, str] = {
     "no-lookahead": "--enforce-eager",
@@ -103,7 +105,7 @@ def plan(url: str, rate: float, requests: int) -> Plan:
     return Plan(
         url=url,
         bodies=Bodies(endpoint="completions", model="m", common={"temperature": 0, "ignore_eos": True}),
-        source=Singles(prompts=Prompts(ids=True), prompt_tokens=Lengths(8, 128), output_tokens=Lengths(1, 128), seed=0),
+        source=Singles(prompts=Prompts(ids=True), prompt_tokens=PROMPTS, output_tokens=ANSWERS, seed=0),
         load=arrivals(flat(rate), Gaps(1.0), seed=0, requests=requests),
     )
 
@@ -163,7 +165,9 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("model", type=Path, help="folder of the checkpoint")
     parser.add_argument("--rates", type=float, nargs="+", default=[50.0, 100.0, 250.0, 500.0])
     parser.add_argument("--ablation-rates", type=float, nargs="+", help="of the ways that lack something")
-    parser.add_argument("--requests", type=int, default=2560, help="for each rate (default: %(default)s)")
+    parser.add_argument(
+        "--requests", type=int, default=EXPERT_FLOW_REQUESTS, help="for each rate (default: %(default)s)"
+    )
     parser.add_argument("--ways", nargs="+", choices=[SERVER, STATIC, *LACKS], default=[SERVER, STATIC, *LACKS])
     parser.add_argument("--options", default="", help="more options of expertmesh serve")
     parser.add_argument("--static-batch", type=int, default=64, help="requests (default: %(default)s)")

@@ -34,13 +34,15 @@ fill_in()
 
 import torch  # noqa: E402
 from testkit.gpu import decode_bench as kit  # noqa: E402
-from torch import Tensor  # noqa: E402
 
 from services.attention.step.cuda_graphs import CudaCapture  # noqa: E402
+from services.bench.loop import Ran, Step, greedy, run, stepped  # noqa: E402
 from services.messages import GenerateRequest  # noqa: E402
 from services.model.dense import DenseModel  # noqa: E402
-from services.model.experts import ExpertShard, ExpertWeights  # noqa: E402
+from services.model.experts import ExpertShard  # noqa: E402
 from services.model.spec import ModelSpec, RopeSpec, RouterSpec  # noqa: E402
+from services.model.weight_source import RandomWeights  # noqa: E402
+from services.model.weights import load_dense, load_experts  # noqa: E402
 
 BATCHES = (1, 8, 32, 128, 256, 512)
 PROMPTS = ((1, 2000), (16, 2000), (4, 8000), (1, 32_000))
@@ -73,32 +75,11 @@ MODELS = {"olmoe": olmoe, "qwen3-30b": lambda: replace(kit.qwen3_30b(48), tie_em
 
 
 def parts_of(spec: ModelSpec, device: torch.device) -> kit.Parts:
+    drawn, folder = RandomWeights(), Path("nowhere")
     with torch.inference_mode():
-        dense = kit.random_dense(spec, device, torch.bfloat16)
-        if spec.qk_norm != "head":
-            weights = dense._weights
-            norms = (_ones(spec, spec.q_size, device), _ones(spec, spec.kv_size, device))
-            layers = tuple(replace(layer, q_norm=norms[0], k_norm=norms[1]) for layer in weights.layers)
-            dense = DenseModel(spec, replace(weights, layers=layers))
-        return kit.Parts(dense, ExpertShard(_experts(spec, device), num_experts=spec.num_experts))
-
-
-def _ones(spec: ModelSpec, size: int, device: torch.device) -> Tensor | None:
-    return torch.ones(size, dtype=torch.bfloat16, device=device) if spec.qk_norm == "projection" else None
-
-
-def _experts(spec: ModelSpec, device: torch.device) -> dict[int, ExpertWeights]:
-    made = {}
-    for layer in spec.moe_layers:
-        generator = torch.Generator(device).manual_seed(layer)
-        up, down = (
-            torch.empty(spec.num_experts, *size, dtype=torch.bfloat16, device=device)
-            .normal_(generator=generator)
-            .mul_(size[1] ** -0.5)
-            for size in ((2 * spec.expert_ffn, spec.hidden_size), (spec.hidden_size, spec.expert_ffn))
-        )
-        made[layer] = ExpertWeights(expert_ids=tuple(range(spec.num_experts)), w_gate_up_E2FD=up, w_down_EDF=down)
-    return made
+        dense = load_dense(folder, spec, dtype=torch.bfloat16, device=device, source=drawn)
+        experts = load_experts(folder, spec, dtype=torch.bfloat16, device=device, source=drawn)
+        return kit.Parts(DenseModel(spec, dense), ExpertShard(experts, num_experts=spec.num_experts))
 
 
 @dataclass
@@ -141,16 +122,14 @@ class Bench:
         for prompt, drawn in sizes:
             self.count += 1
             tokens = [self.rng.randrange(10, self.spec.vocab_size - 10) for _ in range(prompt)]
-            made.append(kit.request(f"r{self.count}", tokens, drawn))
+            made.append(greedy(f"r{self.count}", tokens, drawn))
         return made
 
     def timed(self, sizes: Sequence[tuple[int, int]]) -> float:
-        requests = self.requests(sizes)
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        kit.run(self.engine, requests)
-        torch.cuda.synchronize()
-        return time.perf_counter() - began
+        return self.ran(sizes).seconds
+
+    def ran(self, sizes: Sequence[tuple[int, int]]) -> Ran:
+        return run(self.engine, self.requests(sizes), sync=torch.cuda.synchronize)
 
     def decode(self) -> Iterator[Found]:
         for batch in BATCHES:
@@ -171,29 +150,14 @@ class Bench:
         yield {"seqs": self.options.seqs} | self._mixed(self.options.requests)
 
     def _mixed(self, count: int) -> Found:
-        engine, draw = self.engine, random.Random(0)
-        sizes = [(draw.randint(8, 128), draw.randint(1, 128)) for _ in range(count)]
-        for request in self.requests(sizes):
-            engine.add(request)
-        kinds: dict[str, list[float]] = defaultdict(list)
-        rows: dict[str, int] = defaultdict(int)
-        began = last = time.perf_counter()
-        before = engine.stats()
-        while engine.has_work:
-            engine.step()
-            now, stats = time.perf_counter(), engine.stats()
-            kind = "graph" if stats.graph_steps > before.graph_steps else "eager"
-            kind += " prompts" if stats.prefill_tokens > before.prefill_tokens else " decodes"
-            kind += " ahead" if stats.steps_ahead > before.steps_ahead else ""
-            kinds[kind].append(now - last)
-            rows[kind] += stats.step_tokens
-            last, before = now, stats
-        steps = {
-            kind: f"{len(times)} steps {sum(times):.2f} s p50 {1e3 * statistics.median(times):.2f} ms, "
-            f"{rows[kind] / len(times):.0f} rows"
-            for kind, times in sorted(kinds.items())
-        }
-        return {"s": last - began, "requests_s": count / (last - began), "steps": steps}
+        draw = random.Random(0)
+        found = self.ran([(draw.randint(8, 128), draw.randint(1, 128)) for _ in range(count)])
+        kinds: dict[str, list[Step]] = defaultdict(list)
+        for step in found.steps:
+            kind = ("graph" if step.graph else "eager") + (" prompts" if step.prompt_tokens else " decodes")
+            kinds[kind + (" ahead" if step.ahead else "")].append(step)
+        steps = {kind: _of_steps(some) for kind, some in sorted(kinds.items())}
+        return {"s": found.seconds, "requests_s": count / found.seconds, "steps": steps}
 
     def long(self) -> Iterator[Found]:
         for prompts in (0, 3):
@@ -222,17 +186,20 @@ class Bench:
         seen: dict[str, float] = {}
         for one in streams:
             self.engine.add(one)
-        names, at = {one.id for one in streams}, 0
-        while self.engine.has_work:
-            at += 1
-            if prompts and at in (100, 110, 120):
+        names = {one.id for one in streams}
+        for at, step in enumerate(stepped(self.engine), start=1):
+            if prompts and at in (99, 109, 119):
                 self.engine.add(self.requests([(8000, 1)])[0])
-            for event in self.engine.step():
-                now = time.perf_counter()
+            for event in step.events:
                 if event.request_id in names and event.token_id is not None:
                     if event.request_id in seen and at > 20:
-                        yield now - seen[event.request_id]
-                    seen[event.request_id] = now
+                        yield step.ended_s - seen[event.request_id]
+                    seen[event.request_id] = step.ended_s
+
+
+def _of_steps(steps: Sequence[Step]) -> str:
+    times, rows = [step.seconds for step in steps], statistics.mean(step.rows for step in steps)
+    return f"{len(times)} steps {sum(times):.2f} s p50 {1e3 * statistics.median(times):.2f} ms, {rows:.0f} rows"
 
 
 def say(text: str) -> None:

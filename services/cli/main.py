@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from services.errors import ConfigError, ExpertMeshError, StartupError, WorkerExtraMissing
+from services.errors import ConfigError, ExpertMeshError, WorkerExtraMissing
 
 DEFAULT_COMMAND = "serve"
 _INTERRUPTED = 130
@@ -96,6 +96,7 @@ COMMANDS = {
     "plan": Command(
         "recommend a layout for a model and its GPUs, with the command that runs it", _from("services.planner.plan")
     ),
+    "bench": Command("measure an engine or a server, by itself or beside vLLM", _from("services.bench.command")),
     "queue": Command("list, show, retry or drop dead-lettered requests", _from("services.cli.queue")),
     "redis-acl": Command("print a Redis user for each role (ACL rules)", _from("services.cli.redis_acl")),
     "keys": Command("create, list or revoke API keys", _from("services.cli.keys")),
@@ -118,12 +119,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = _dispatch(words)
         sys.stdout.flush()
         return code
-    except StartupError as error:
-        print(f"expertmesh: {error.message}", file=sys.stderr)
-        return error.exit_code
     except ExpertMeshError as error:
         print(f"expertmesh: {error.message}", file=sys.stderr)
-        return 1
+        return int(getattr(error, "exit_code", 1))  # start-up errors have one, and those of the load generator
     except KeyboardInterrupt:
         return _INTERRUPTED
     except BrokenPipeError:  # `expertmesh config | head`: the reader has seen enough

@@ -14,13 +14,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from services.model.checkpoint import Checkpoint
 from services.model.experts import ExpertWeights
 from services.model.host_memory import empty
 from services.model.names import EMBED, FINAL_NORM, LM_HEAD, FfnNames, TensorNames, dense_shapes
 from services.model.progress import NoProgress, Progress
 from services.model.spec import ModelSpec
-from services.model.tensor_reads import Place, read_tensors
+from services.model.tensor_reads import Place
+from services.model.weight_source import FromCheckpoint, Tensors, WeightSource
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,16 +62,22 @@ class DenseWeights:
 
 
 def load_dense(
-    model_dir: Path, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device, progress: Progress | None = None
+    model_dir: Path,
+    spec: ModelSpec,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Progress | None = None,
+    source: WeightSource | None = None,
 ) -> DenseWeights:
-    """Return the dense part, on ``device`` in ``dtype``.
+    """Return the dense part, on ``device`` in ``dtype``. ``source``: by default the checkpoint.
 
     Raises:
         CheckpointError: the checkpoint is incomplete, damaged or not that of ``spec``.
     """
-    with Checkpoint(model_dir, spec) as checkpoint:
-        reader = _Reader(checkpoint, dtype, device, progress or NoProgress())
-        reader.progress.begin("dense weights", checkpoint.nbytes(dense_shapes(spec)))
+    with (source or FromCheckpoint()).open(model_dir, spec, device) as tensors:
+        reader = _Reader(tensors, dtype, device, progress or NoProgress())
+        reader.progress.begin("dense weights", tensors.nbytes(dense_shapes(spec)))
         embed_VD = reader.tensor(EMBED)
         weights = DenseWeights(
             embed_VD=embed_VD,
@@ -91,11 +97,13 @@ def load_experts(
     device: torch.device,
     experts: Mapping[int, Sequence[int]] | None = None,
     progress: Progress | None = None,
+    source: WeightSource | None = None,
 ) -> dict[int, ExpertWeights]:
     """Return the experts by layer, on ``device`` in ``dtype``.
 
     Args:
         experts: layer -> ids of the experts to load, in the order in which they are stacked; None: all experts.
+        source: by default the checkpoint.
 
     Raises:
         CheckpointError: the checkpoint is incomplete, damaged or not that of ``spec``.
@@ -103,10 +111,10 @@ def load_experts(
     wanted = experts if experts is not None else {layer: range(spec.num_experts) for layer in spec.moe_layers}
     names = TensorNames(spec.family)
     ffns = {layer: [names.expert(layer, expert) for expert in ids] for layer, ids in wanted.items()}
-    with Checkpoint(model_dir, spec) as checkpoint:
-        reader = _Reader(checkpoint, dtype, device, progress or NoProgress())
+    with (source or FromCheckpoint()).open(model_dir, spec, device) as tensors:
+        reader = _Reader(tensors, dtype, device, progress or NoProgress())
         every_name = (name for layer in ffns.values() for ffn in layer for name in (ffn.gate, ffn.up, ffn.down))
-        reader.progress.begin("expert weights", checkpoint.nbytes(every_name))
+        reader.progress.begin("expert weights", tensors.nbytes(every_name))
         experts_of = {layer: _expert_layer(reader, spec, tuple(wanted[layer]), ffns[layer]) for layer in wanted}
         reader.read()
         return experts_of
@@ -115,9 +123,9 @@ def load_experts(
 class _Reader:
     """Makes tensors, notes what belongs into them, and reads all of it at the end; ``progress`` gets the bytes."""
 
-    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, progress: Progress) -> None:
+    def __init__(self, tensors: Tensors, dtype: torch.dtype, device: torch.device, progress: Progress) -> None:
         self.progress = progress
-        self._checkpoint = checkpoint
+        self._tensors = tensors
         self._dtype = dtype
         self._device = device
         self._places: list[Place] = []
@@ -126,7 +134,7 @@ class _Reader:
         return empty(shape, self._dtype, self._device)
 
     def tensor(self, name: str, *, dtype: torch.dtype | None = None) -> Tensor:
-        shape = self._checkpoint.entry(name).shape
+        shape = self._tensors.shape(name)
         return self.into(empty(shape, dtype or self._dtype, self._device), name)
 
     def into(self, target: Tensor, name: str) -> Tensor:
@@ -136,7 +144,7 @@ class _Reader:
 
     def read(self) -> None:
         """Fill all tensors that were made."""
-        read_tensors(self._checkpoint, self._places, self._device, self.progress.advance)
+        self._tensors.fill(self._places, self._device, self.progress.advance)
 
     def stacked(self, names: Sequence[str], rows: Sequence[int], *columns: int) -> Tensor:
         """Read tensors of ``rows`` rows each into one, one below the other."""

@@ -27,11 +27,10 @@ from services.metrics import CHECKPOINT
 from services.model.dense import DenseModel
 from services.model.device import check_device, into_memory, serving_dtype, torch_device
 from services.model.experts import ExpertShard
-from services.model.load_spec import load_spec
 from services.model.progress import Progress, loading_progress
 from services.model.spec import ModelSpec
+from services.model.weight_source import FromCheckpoint, WeightSource
 from services.model.weights import load_dense, load_experts
-from services.model.weights_sample import with_weights
 from services.runtime.tracing import Tracer
 
 EngineT = TypeVar("EngineT", bound=SteppedEngine)
@@ -51,6 +50,7 @@ class ServedModel:
     device: torch.device
     dtype: torch.dtype
     fitting: Fitting
+    weights: WeightSource = field(default_factory=FromCheckpoint)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,6 +77,7 @@ def build(
     colocated: bool = False,
     wait: Callable[[], None] = lambda: None,
     tracer: Tracer | None = None,
+    weights: WeightSource | None = None,
 ) -> Built[Engine[Any]]:
     """Load the checkpoint and build its engine. Takes as long as reading the weights, and seconds more on a GPU.
 
@@ -86,13 +87,14 @@ def build(
         colocated: an expert worker runs in this process, on the same device.
         wait: returns once that one has loaded its experts; called before the KV cache takes the rest of a GPU.
         tracer: None where nothing is traced.
+        weights: by default the checkpoint; experts of other processes have their own.
 
     Raises:
         OutOfMemory: the device is too small for what was asked.
         ConfigError: options contradict each other, the model or the machine.
         CheckpointError: the checkpoint is damaged or not supported.
     """
-    served = served_model(settings)
+    served = served_model(settings, weights=weights)
     spec, dtype, device = served.spec, served.dtype, served.device
     remote, began = None, time.monotonic()
     with loading_progress(log) as progress, into_memory(device):
@@ -138,11 +140,12 @@ def _prefill_stretch(settings: Settings, device: torch.device) -> float | None:
     return PREFILL_STRETCH if device.type == "cuda" and settings.max_num_batched_tokens is None else None
 
 
-def served_model(settings: Settings, *, rank: int | None = None) -> ServedModel:
+def served_model(settings: Settings, *, rank: int | None = None, weights: WeightSource | None = None) -> ServedModel:
     """Decide what is computed here, and where. Reads no more than a sample of the weights.
 
     Args:
         rank: number among attention workers that each take one GPU, see :func:`services.model.device.torch_device`.
+        weights: by default the checkpoint.
 
     Raises:
         OutOfMemory: the weights are larger than the device's memory.
@@ -153,7 +156,8 @@ def served_model(settings: Settings, *, rank: int | None = None) -> ServedModel:
     assert settings.model is not None, "load_settings requires it of this role"
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
-    spec = with_weights(load_spec(settings.model), settings.model)
+    weights = weights or FromCheckpoint()
+    spec = weights.spec(settings.model)
     device = torch_device(settings.device, rank=rank)
     log.info("computing attention on %s", device)
     dtype = serving_dtype(settings.dtype, spec)
@@ -163,13 +167,20 @@ def served_model(settings: Settings, *, rank: int | None = None) -> ServedModel:
         fitting.check_weights()
     else:
         fitting.given()
-    return ServedModel(folder=settings.model, spec=spec, device=device, dtype=dtype, fitting=fitting)
+    return ServedModel(folder=settings.model, spec=spec, device=device, dtype=dtype, fitting=fitting, weights=weights)
 
 
 def load_model(served: ServedModel, progress: Progress) -> DenseModel:
     """Read everything but the experts."""
-    weights = load_dense(served.folder, served.spec, dtype=served.dtype, device=served.device, progress=progress)
-    return DenseModel(served.spec, weights)
+    dense = load_dense(
+        served.folder,
+        served.spec,
+        dtype=served.dtype,
+        device=served.device,
+        progress=progress,
+        source=served.weights,
+    )
+    return DenseModel(served.spec, dense)
 
 
 def worker_plan(served: ServedModel, model: DenseModel, link: ExpertLink[Any] | None) -> WorkerPlan:
@@ -198,5 +209,7 @@ def engine_options(
 
 def _local_link(served: ServedModel, progress: Progress) -> LocalLink:
     spec = served.spec
-    experts = load_experts(served.folder, spec, dtype=served.dtype, device=served.device, progress=progress)
+    experts = load_experts(
+        served.folder, spec, dtype=served.dtype, device=served.device, progress=progress, source=served.weights
+    )
     return LocalLink(ExpertShard(experts, num_experts=spec.num_experts).by_layer(), num_experts=spec.num_experts)

@@ -9,6 +9,7 @@ import httpx
 import pytest
 from testkit.processes.servers import free_port
 
+from loadgen.errors import ServerEnded
 from loadgen.served import served
 
 SLOW_START = """
@@ -29,17 +30,17 @@ HTTPServer(("127.0.0.1", int(sys.argv[-1])), Handler).serve_forever()
 
 
 def test_it_is_there_once_it_is_ready_and_gone_afterwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "services").mkdir()
+    (tmp_path / "expertmesh").mkdir()
     for name, text in (("__init__", ""), ("__main__", SLOW_START)):
-        (tmp_path / f"services/{name}.py").write_text(text)
+        (tmp_path / f"expertmesh/{name}.py").write_text(text)
     monkeypatch.chdir(tmp_path)
     with served(["--model", "m"], port=free_port(), env={"SERVED": "yes"}) as server:
         assert httpx.get(server.url).text == "4 yes ['serve', '--model', 'm']"
-        os.kill(server.pid, 0)
+        assert os.getpgid(server.pid) == server.pid, "Ctrl-C in a terminal is not its own"
     with pytest.raises(ProcessLookupError):
         os.kill(server.pid, 0)
 
 
 def test_one_that_ends_is_not_waited_for() -> None:
-    with pytest.raises(SystemExit, match="the server ended with 2"), served(["--no-such-option"], port=free_port()):
+    with pytest.raises(ServerEnded, match="The server ended with 2"), served(["--no-such-option"], port=free_port()):
         pytest.fail("it is not there")

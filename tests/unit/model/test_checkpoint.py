@@ -295,7 +295,7 @@ def test_dense_part_reads_no_experts(folder: Path, monkeypatch: pytest.MonkeyPat
         read.extend(place.name for place in places)
         read_tensors(checkpoint, places, *args)
 
-    monkeypatch.setattr("services.model.weights.read_tensors", noting)
+    monkeypatch.setattr("services.model.weight_source.read_tensors", noting)
     load_dense(folder, spec, dtype=torch.float32, device=CPU)
     assert sorted(read) == sorted(dense_shapes(spec))
     read.clear()

@@ -1,0 +1,126 @@
+"""Where a model's weights come from: its checkpoint, or a generator of random numbers.
+
+In: a folder with a config.json. Out: the spec, and tensors by the names that they have on the hub, put into places.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from services.model.checkpoint import Checkpoint
+from services.model.load_spec import load_spec
+from services.model.names import EMBED, Shape, dense_shapes, expert_shapes
+from services.model.spec import ModelSpec
+from services.model.tensor_reads import Place, read_tensors
+from services.model.weights_sample import with_weights
+
+
+class Tensors(Protocol):
+    """Tensors by name."""
+
+    def shape(self, name: str) -> Shape: ...
+
+    def nbytes(self, names: Iterable[str]) -> int:
+        """Return how many bytes they are before they are put anywhere."""
+
+    def fill(self, places: Sequence[Place], device: torch.device, advance: Callable[[int], None]) -> None:
+        """Fill ``places``, which are on ``device``. ``advance`` is called with the bytes that were put there.
+
+        Raises:
+            CheckpointError: there is something wrong with them.
+        """
+
+
+class WeightSource(Protocol):
+    """Finds the weights of the model in a folder."""
+
+    def spec(self, folder: Path) -> ModelSpec:
+        """Return the spec. Raises CheckpointError, UnsupportedModel: the model is not one that can be served."""
+
+    def open(self, folder: Path, spec: ModelSpec, device: torch.device) -> AbstractContextManager[Tensors]:
+        """Return the tensors, which may lie on ``device``. Raises CheckpointError: there are none."""
+
+
+@dataclass(frozen=True, slots=True)
+class FromCheckpoint:
+    """Reads what the folder has."""
+
+    def spec(self, folder: Path) -> ModelSpec:
+        return with_weights(load_spec(folder), folder)
+
+    @contextmanager
+    def open(self, folder: Path, spec: ModelSpec, device: torch.device) -> Iterator[Tensors]:
+        del device
+        with Checkpoint(folder, spec) as checkpoint:
+            yield StoredTensors(checkpoint)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensors:
+    """Those of a checkpoint."""
+
+    checkpoint: Checkpoint
+
+    def shape(self, name: str) -> Shape:
+        return self.checkpoint.entry(name).shape
+
+    def nbytes(self, names: Iterable[str]) -> int:
+        return self.checkpoint.nbytes(names)
+
+    def fill(self, places: Sequence[Place], device: torch.device, advance: Callable[[int], None]) -> None:
+        read_tensors(self.checkpoint, places, device, advance)
+
+
+@dataclass(frozen=True, slots=True)
+class RandomWeights:
+    """Draws what config.json describes. The folder needs no weights; those that it has are not read."""
+
+    seed: int = 0
+
+    def spec(self, folder: Path) -> ModelSpec:
+        return load_spec(folder)
+
+    def open(self, folder: Path, spec: ModelSpec, device: torch.device) -> AbstractContextManager[Tensors]:
+        del folder
+        return nullcontext(RandomTensors(spec, device, self.seed))
+
+
+class RandomTensors:
+    """Equal for equal seeds and kinds of devices. Embeddings have a variance of one, so that rows of different tokens
+    go different ways; other matrices keep the size of a row, with a variance of one over their columns. Norms are ones
+    and biases zeros, as in a model whose training begins."""
+
+    def __init__(self, spec: ModelSpec, device: torch.device, seed: int) -> None:
+        self._device, self._seed = device, seed
+        self._shapes = dense_shapes(spec) | expert_shapes(spec)
+
+    def read(self, name: str) -> Tensor:
+        """Return the tensor called ``name``, in float32."""
+        shape = self._shapes[name]
+        if len(shape) == 1:
+            fill = torch.zeros if name.endswith(".bias") else torch.ones
+            return fill(shape, device=self._device)
+        generator = torch.Generator(self._device).manual_seed(zlib.crc32(f"{self._seed} {name}".encode()))
+        std = 1.0 if name == EMBED else shape[-1] ** -0.5
+        return torch.empty(shape, device=self._device).normal_(std=std, generator=generator)
+
+    def shape(self, name: str) -> Shape:
+        return self._shapes[name]
+
+    def nbytes(self, names: Iterable[str]) -> int:
+        return sum(4 * math.prod(self._shapes[name]) for name in names)
+
+    def fill(self, places: Sequence[Place], device: torch.device, advance: Callable[[int], None]) -> None:
+        del device
+        for place in places:
+            place.target.copy_(self.read(place.name))
+            advance(self.nbytes([place.name]))
