@@ -1,4 +1,4 @@
-"""A Python that has vLLM, as far as a bench can tell."""
+"""A Python that has vLLM, as far as a bench sees."""
 
 from __future__ import annotations
 
