@@ -1,4 +1,4 @@
-"""A Python that has vLLM, as a bench sees it."""
+"""A Python that has vLLM, as far as a bench sees."""
 
 from __future__ import annotations
 
