@@ -120,7 +120,7 @@ class _Reader:
         return torch.empty(shape, dtype=self._dtype, device=self._device)
 
     def tensor(self, name: str, *, dtype: torch.dtype | None = None) -> Tensor:
-        shape = self._checkpoint.entry(name).shape
+        shape = self._checkpoint.shape(name)
         return self.into(torch.empty(shape, dtype=dtype or self._dtype, device=self._device), name)
 
     def into(self, target: Tensor, name: str) -> Tensor:
