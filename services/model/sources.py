@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,14 +23,18 @@ from services.model.spec import ModelSpec
 
 _HINT = "config.json and weights must come from the same checkpoint: download both again."
 _WEIGHT = ".weight"
+_MIXTRAL = re.compile(r"(\.experts\.\d+\.)(w[123])$")
+_PARTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+_HOMES = ((".block_sparse_moe.", ".block_sparse_moe."), (".block_sparse_moe.", ".mlp."))
 _SIGNS = (".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv", "_blocks")
 """Ends of names that only quantised checkpoints have."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """A weight of ``shape`` that is stored quantised: what each tensor is for -> the tensor."""
+    """A weight of ``shape`` that is stored quantised, as layer ``module``: what each tensor is for -> the tensor."""
 
+    module: str
     format: LinearFormat
     shape: Shape
     parts: Layout
@@ -53,8 +57,7 @@ def find_sources(entries: Mapping[str, TensorEntry], folder: Path, spec: ModelSp
 
 def unread(entries: Mapping[str, TensorEntry], sources: Mapping[str, Source]) -> set[str]:
     """Return the names of tensors that lie beside quantised weights and change none of them."""
-    ends = {name.removesuffix(_WEIGHT): source.format.unread for name, source in sources.items()}
-    beside = {f"{module}{end}" for module, of_format in ends.items() for end in of_format}
+    beside = {f"{source.module}{end}" for source in sources.values() for end in source.format.unread}
     caches = {name for name in entries if name.endswith((".k_scale", ".v_scale", ".kv_scale", ".q_scale"))}
     return beside.intersection(entries) | caches
 
@@ -65,6 +68,7 @@ class _Finder:
     ) -> None:
         self._entries, self._folder, self._spec = entries, folder, spec
         self._choice = Choice(quantisation)
+        self._plain = {name for name, shape in dense_shapes(spec).items() if len(shape) == 1}
         names = TensorNames(spec.family)
         routers = {name for layer in spec.moe_layers for name in (names.router(layer), names.shared_gate(layer))}
         self._free = routers if quantisation.heads else routers | {LM_HEAD}
@@ -74,8 +78,9 @@ class _Finder:
 
     def find(self, weight: str, shape: Shape) -> Source | None:
         """Return None where the weight is stored as it is, or not at all."""
-        module = weight.removesuffix(_WEIGHT)
-        said, scheme = self._said(module, free=weight in self._free)
+        names = aliases(weight.removesuffix(_WEIGHT), self._spec.family)
+        module = next((name for name in names if self._found(name)), names[0])
+        said, scheme = self._said(names, free=weight in self._free)
         plain, found = self._entries.get(weight), self._found(module)
         if plain is not None and plain.dtype in FLOATS:
             if said == "quantised" and not scheme.stays(shape):
@@ -89,16 +94,20 @@ class _Finder:
             raise CheckpointError(
                 f'{self._folder}: "{module}" of shape {list(shape)} cannot be {scheme.label}: {problem}.', hint=_HINT
             )
-        return Source(format=scheme, shape=shape, parts=self._checked(module, scheme, shape))
+        return Source(module=module, format=scheme, shape=shape, parts=self._checked(module, scheme, shape))
 
-    def _said(self, module: str, *, free: bool) -> tuple[Coverage, LinearFormat]:
-        said = [self._choice.of(name, free=free) for name in aliases(module, self._spec.family)]
+    def _said(self, names: Iterable[str], *, free: bool) -> tuple[Coverage, LinearFormat]:
+        said = [self._choice.of(name, free=free) for name in names]
         order: list[Coverage] = ["left", "quantised", "either"]
         return min(said, key=lambda one: order.index(one[0]))
 
     def _checked(self, module: str, scheme: LinearFormat, shape: Shape) -> Layout:
         layout = self._layout(module, scheme, shape)
-        there = {part: stored for part, stored in layout.items() if stored.name in self._entries}
+        there = {
+            part: stored
+            for part, stored in layout.items()
+            if stored.name in self._entries and stored.name not in self._plain  # a bias that the architecture has
+        }
         if any(part not in there and not stored.optional for part, stored in layout.items()):
             raise self._differs(module, scheme, shape)
         for stored in there.values():
@@ -147,8 +156,11 @@ class _Finder:
 
 
 def aliases(module: str, family: str) -> list[str]:
-    """Return the names of ``module`` on disk and in transformers, which has one of its own for Mixtral's layers."""
-    return [module, module.replace(".block_sparse_moe.", ".mlp.")] if family == "mixtral" else [module]
+    """Return the names that tools have for ``module``: those of transformers' own modules differ for Mixtral."""
+    if family != "mixtral":
+        return [module]
+    own = _MIXTRAL.sub(lambda found: found[1] + _PARTS[found[2]], module)
+    return list(dict.fromkeys(name.replace(of, to) for of, to in _HOMES for name in (module, own)))
 
 
 def _check_names(quantisation: Quantisation, folder: Path, spec: ModelSpec) -> None:

@@ -88,8 +88,8 @@ def _awq(scheme: Awq, parts: Parts, shape: Shape) -> Scaled:
 
 
 def _awq_rows(words: Tensor) -> Tensor:
-    packed = unpacked(words, 4).unflatten(-1, (-1, len(_AWQ_ORDER)))
-    return packed[..., list(_AWQ_ORDER)].flatten(-2)
+    rows = unpacked(words, 4).reshape(len(words), -1, len(_AWQ_ORDER))[..., list(_AWQ_ORDER)]
+    return rows.flatten(-2)
 
 
 def _mxfp4(parts: Parts, shape: Shape) -> Scaled:

@@ -51,9 +51,7 @@ def scales_of(part: Part) -> Tensor:
     """
     stored = part.tensor
     if stored.dtype in (torch.uint8, torch.float8_e8m0fnu):
-        powers = stored.contiguous().view(torch.uint8)
-        scales = torch.ldexp(torch.ones((), dtype=torch.float32), powers.int() - 127)
-        scales[powers == 255] = torch.nan
+        scales = _powers(stored.contiguous().view(torch.uint8))
     else:
         scales = stored.float()
     bad = ~scales.isfinite() | (scales == 0)
@@ -62,6 +60,15 @@ def scales_of(part: Part) -> Tensor:
         found = _kind(float(scales[tuple(at)]), str(stored.dtype).removeprefix("torch."))
         raise part.wrong("finite scales other than 0", f"{found} at {at}")
     return scales
+
+
+def _powers(bytes_: Tensor) -> Tensor:
+    """Return ``2 ** (byte - 127)`` by the bits of float32, which has the same exponents; NaN for 255."""
+    bits = bytes_.int() << 23
+    bits[bytes_ == 0] = 1 << 22  # below the normal numbers
+    values = bits.view(torch.float32)
+    values[bytes_ == 255] = torch.nan
+    return values
 
 
 def _kind(value: float, dtype: str) -> str:
@@ -94,4 +101,5 @@ def unpacked(words: Tensor, bits: int) -> Tensor:
     if bits == 8:
         return data
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
-    return ((data.unsqueeze(-1) >> shifts) & (2**bits - 1)).flatten(-2)
+    codes: Tensor = ((data.unsqueeze(-1) >> shifts) & (2**bits - 1)).flatten(-2)
+    return codes
