@@ -24,7 +24,7 @@ from services.model.quantised.compressed import Compressed
 from services.model.quantised.fp8 import Fp8Block
 from services.model.quantised.gptq import Gptq
 from services.model.quantised.mxfp4 import COLUMNS, Mxfp4
-from services.model.quantised.stored import LinearFormat, Shape
+from services.model.quantised.stored import WORD_BITS, LinearFormat, Shape
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where in a word the code of each of eight rows is."""
@@ -65,9 +65,9 @@ def _gptq(scheme: Gptq, parts: Parts, shape: Shape) -> Scaled:
     groups = len(scales_GN)
     if "bias" in parts and parts["bias"].tensor.any():
         raise parts["bias"].wrong("zeros, as the architecture has no bias here", "others")
-    zeros_GN = unpacked(parts["zeros"].tensor, scheme.bits)
-    # A stored zero point is one less modulo 2 ** bits.
-    zeros_GN = (zeros_GN + scheme.zero_offset) & (2**scheme.bits - 1)
+    # Version 1 takes 1 from each zero point in a word, as a subtraction of words: a zero point of 0 borrows.
+    ones = sum(1 << shift for shift in range(0, WORD_BITS, scheme.bits))
+    zeros_GN = unpacked(parts["zeros"].tensor + scheme.zero_offset * ones, scheme.bits)
     order = parts.get("order")
     return Scaled(
         codes_NK=unpacked(parts["codes"].tensor.t(), scheme.bits),

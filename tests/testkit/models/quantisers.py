@@ -171,10 +171,12 @@ def gptq(
             return None
         order_K = group_order(columns, columns if group == -1 else group, shuffled=sorts)
         found = affine(w_NK, bits, order_K, symmetric=symmetric, dtype=torch.float16)
-        zeros = found.zeros_NG if v2 else (found.zeros_NG - 1) % 2**bits
+        zeros = packed(found.zeros_NG.t(), bits)
+        if not v2:  # as GPTQModel does: 1 less in each place of a word, of which that of a 0 borrows
+            zeros = zeros - sum(1 << shift for shift in range(0, 32, bits))
         tensors = {
             ".qweight": packed(found.codes_NK, bits).t().contiguous(),
-            ".qzeros": packed(zeros.t(), bits),
+            ".qzeros": zeros,
             ".scales": found.scales_NG.t().contiguous(),
         }
         if order:

@@ -1,6 +1,6 @@
 """Checkpoints of every format and family: the weights that are loaded are what the files stand for, bit for bit.
 
-The checkpoints are encoded by hand from the formats' definitions; ``test_quantised_tools.py`` reads those of real tools.
+The checkpoints are encoded by hand from the formats' definitions; those of real tools are in test_quantised_tools.py.
 """
 
 from __future__ import annotations

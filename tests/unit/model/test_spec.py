@@ -114,7 +114,11 @@ def test_fingerprint_follows_config_and_weights(tmp_path: Path) -> None:
 
 UNSUPPORTED = {
     "model_type": ({"model_type": "llama"}, ["llama", "mixtral, olmoe, qwen2_moe, qwen3_moe"]),
-    "quantized": ({"quantization_config": {"bits": 4}}, ["quantization_config", "bfloat16"]),
+    "quantized": ({"quantization_config": {"bits": 4}}, ["without a quant_method", "quantization_config", "bfloat16"]),
+    "quant_method": (
+        {"quantization_config": {"quant_method": "bitsandbytes"}},
+        ['quant_method "bitsandbytes"', "auto-round, awq, compressed-tensors, fp8, gptq, mxfp4"],
+    ),
     "activation": ({"hidden_act": "gelu"}, ["gelu", "silu"]),
     "dtype": ({"dtype": "float8_e4m3fn"}, ["float8_e4m3fn", "float32, bfloat16, float16"]),
     "rope": ({"rope_parameters": {"rope_type": "longrope"}}, ["longrope", "yarn"]),
