@@ -7,7 +7,6 @@ tensors. Torch-free; no tensor is read.
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,9 +71,9 @@ class _Finder:
         names = TensorNames(spec.family)
         routers = {name for layer in spec.moe_layers for name in (names.router(layer), names.shared_gate(layer))}
         self._free = routers if quantisation.heads else routers | {LM_HEAD}
-        self._by_module: dict[str, list[str]] = defaultdict(list)
+        self._by_module: dict[str, list[str]] = {}
         for name in entries:
-            self._by_module[name.rpartition(".")[0]].append(name)
+            self._by_module.setdefault(name.rpartition(".")[0], []).append(name)
 
     def find(self, weight: str, shape: Shape) -> Source | None:
         """Return None where the weight is stored as it is, or not at all."""
@@ -148,11 +147,11 @@ class _Finder:
 
     def _found(self, module: str) -> list[str]:
         """Return the tensors that are there for ``module``, less its bias."""
-        parent, _, own = module.rpartition(".")
-        fused = f"{parent.rpartition('.')[0]}.{'down_proj' if own in ('down_proj', 'w2') else 'gate_up_proj'}_"
-        together = (name for name in self._by_module[fused.rpartition(".")[0]] if name.startswith(fused))
-        beside = (name for name in self._by_module[parent] if name.startswith(f"{module}_"))
-        return sorted({*(n for n in self._by_module[module] if not n.endswith(".bias")), *beside, *together})
+        own = [name for name in self._by_module.get(module, ()) if not name.endswith(".bias")]
+        parent, _, part = module.rpartition(".")
+        fused = f"{parent.rpartition('.')[0]}.{'down_proj' if part in ('down_proj', 'w2') else 'gate_up_proj'}"
+        blocks = [f"{name}{end}" for name in (module, fused) for end in ("_blocks", "_scales")]
+        return sorted({*own, *(name for name in blocks if name in self._entries)})
 
 
 def aliases(module: str, family: str) -> list[str]:
@@ -184,6 +183,8 @@ def _check_names(quantisation: Quantisation, folder: Path, spec: ModelSpec) -> N
 def _names_any(name: str, match: Match, known: set[str]) -> bool:
     if name in known or name.removesuffix(_WEIGHT) in known:
         return True
+    if name.startswith("model.") and _is_path(name):
+        return False
     names = Names((name,), match)
     return any(module in names for module in known)
 

@@ -34,8 +34,8 @@ class Awq:
         return ()
 
     def problem(self, shape: Shape) -> str | None:
-        grouped = uneven("groups, columns", shape[1], self.group) if self.group else None
-        return grouped or uneven(f"words of {WORD_BITS} bits, rows", shape[0], _PACKED)
+        grouped = uneven("columns", shape[1], self.group, "groups") if self.group else None
+        return grouped or uneven("rows", shape[0], _PACKED, "words")
 
     def stays(self, shape: Shape) -> bool:
         return self.problem(shape) is not None

@@ -63,7 +63,7 @@ class Compressed:
         return ends if self.zeros else (*ends, ".weight_zero_point")
 
     def problem(self, shape: Shape) -> str | None:
-        return uneven("groups, columns", shape[1], self.columns) if self.strategy == "group" else None
+        return uneven("columns", shape[1], self.columns, "groups") if self.strategy == "group" else None
 
     def stays(self, shape: Shape) -> bool:
         del shape

@@ -40,8 +40,7 @@ class Gptq:
     def problem(self, shape: Shape) -> str | None:
         """The last group may be smaller; words may not."""
         packed = WORD_BITS // self.bits
-        what = f"words of {WORD_BITS} bits"
-        return uneven(f"{what}, columns", shape[1], packed) or uneven(f"{what}, rows", shape[0], packed)
+        return uneven("columns", shape[1], packed, "words") or uneven("rows", shape[0], packed, "words")
 
     def stays(self, shape: Shape) -> bool:
         return self.problem(shape) is not None

@@ -37,7 +37,7 @@ class Mxfp4:
         return (".weight_shape", ".input_scale") if self.packed else ()
 
     def problem(self, shape: Shape) -> str | None:
-        return uneven("groups, columns", shape[1], COLUMNS)
+        return uneven("columns", shape[1], COLUMNS, "groups")
 
     def stays(self, shape: Shape) -> bool:
         return self.problem(shape) is not None

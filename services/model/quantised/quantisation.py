@@ -74,7 +74,8 @@ class Names:
         self._match = match
         patterns = [name for name in names if _is_pattern(name, match)]
         self._whole = {name.rstrip(".") for name in names} - set(patterns)
-        self._ends = tuple(self._whole) if match == "parts" else ()
+        short = (name for name in self._whole if not name.startswith("model."))  # whole paths end no longer one
+        self._ends = tuple(short) if match == "parts" else ()
         self._patterns = [compiled(name, match) for name in patterns]
 
     def __contains__(self, module: str) -> bool:

@@ -67,5 +67,6 @@ def groups_of(columns: int, group: int) -> int:
     return -(-columns // group)
 
 
-def uneven(what: str, size: int, part: int) -> str | None:
-    return f"{what} of {part} do not divide {size}" if size % part else None
+def uneven(what: str, size: int, part: int, into: str) -> str | None:
+    """Return that ``size`` rows or columns do not divide ``into`` groups or words of ``part``; None if they do."""
+    return f"{size} {what} do not divide into {into} of {part}" if size % part else None
