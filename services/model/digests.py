@@ -138,7 +138,7 @@ def _digests_of_loaded(checkpoint: Checkpoint, spec: ModelSpec) -> Digests:
     def digest(*parts: str) -> bytes:
         found = hashlib.sha256()
         for part in parts:
-            found.update(checkpoint.read(part).to(dtype).contiguous().view(torch.uint8).numpy())
+            found.update(checkpoint.read(part).to(dtype).contiguous().view(torch.uint8).numpy().data)
         return found.digest()
 
     layers = {}

@@ -117,7 +117,7 @@ def test_a_group_that_does_not_divide(make: Callable[[str], Path], form: str, ke
     configure(folder, own)
     message = refused(folder)
     assert "groups of 24" in message
-    assert "groups, columns of 24 do not divide 32" in message
+    assert "32 columns do not divide into groups of 24" in message
     assert f'"{QUERY}" of shape [64, 32]' in message
 
 

@@ -111,16 +111,12 @@ def test_rows_that_are_taken_some_at_a_time(rows: int, columns: int, at_once: in
 @pytest.mark.parametrize(
     ("form", "shape", "problem"),
     [
-        (
-            Gptq(bits=4, group=16, sorts=False, zero_offset=1),
-            (8, 12),
-            "words of 32 bits, columns of 8 do not divide 12",
-        ),
-        (Gptq(bits=4, group=16, sorts=False, zero_offset=1), (12, 8), "words of 32 bits, rows of 8 do not divide 12"),
-        (Awq(group=16), (8, 24), "groups, columns of 16 do not divide 24"),
-        (Awq(group=16), (12, 32), "words of 32 bits, rows of 8 do not divide 12"),
-        (Mxfp4(), (5, 48), "groups, columns of 32 do not divide 48"),
-        (Compressed(codes="packed", bits=4, strategy="group", columns=128), (5, 96), "groups, columns of 128 do not"),
+        (Gptq(bits=4, group=16, sorts=False, zero_offset=1), (8, 12), "12 columns do not divide into words of 8"),
+        (Gptq(bits=4, group=16, sorts=False, zero_offset=1), (12, 8), "12 rows do not divide into words of 8"),
+        (Awq(group=16), (8, 24), "24 columns do not divide into groups of 16"),
+        (Awq(group=16), (12, 32), "12 rows do not divide into words of 8"),
+        (Mxfp4(), (5, 48), "48 columns do not divide into groups of 32"),
+        (Compressed(codes="packed", bits=4, strategy="group", columns=128), (5, 96), "into groups of 128"),
     ],
 )
 def test_sizes_that_do_not_fit(form: LinearFormat, shape: tuple[int, int], problem: str) -> None:
