@@ -22,7 +22,7 @@ def read_quantisation(config: ConfigFile, *, experts: int) -> Quantisation | Non
 
     Raises:
         CheckpointError: a setting has no meaning.
-        UnsupportedModel: the method, or something that it is told to do, is not supported.
+        UnsupportedModel: the method, or something that it does, is not supported.
     """
     if config.values.get(KEY) is None:
         return None

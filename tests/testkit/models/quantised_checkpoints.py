@@ -1,4 +1,4 @@
-"""Quantises checkpoints: the folder as a tool would write it, and its twin with the weights that it stands for."""
+"""Quantises checkpoints: the folder as a tool would write it, and a reference with the weights that it stands for."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Quantised:
     """``quantised``: names of the weights that were encoded."""
 
     folder: Path
-    twin: Path
+    reference: Path
     quantised: frozenset[str]
 
 
@@ -51,9 +51,11 @@ def quantise(plain: Path, to: Path, form: Format) -> Quantised:
         exact[name] = encoded.value_NK
         done.add(name)
     assert done, "nothing was quantised"
-    folder, twin = (_copied(plain, to / name, values) for name, values in (("quantised", stored), ("twin", exact)))
+    folder, reference = (
+        _copied(plain, to / name, values) for name, values in (("quantised", stored), ("reference", exact))
+    )
     configure(folder, dict(form.config))
-    return Quantised(folder=folder, twin=twin, quantised=frozenset(done))
+    return Quantised(folder=folder, reference=reference, quantised=frozenset(done))
 
 
 def _copied(plain: Path, to: Path, tensors: dict[str, Tensor]) -> Path:

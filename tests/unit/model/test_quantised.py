@@ -61,15 +61,15 @@ def served(folder: Path, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 def test_every_weight_is_what_the_files_stand_for(made: Quantised) -> None:
     assert any(".experts." in name for name in made.quantised)
-    assert_same(read_all(made.folder), read_all(made.twin))
+    assert_same(read_all(made.folder), read_all(made.reference))
 
 
 def test_oracle_and_server_compute_with_them(made: Quantised) -> None:
-    expected_TV = ReferenceModel.load(made.twin).logits(TOKENS)
+    expected_TV = ReferenceModel.load(made.reference).logits(TOKENS)
     assert torch.equal(ReferenceModel.load(made.folder).logits(TOKENS), expected_TV)
     torch.testing.assert_close(served(made.folder), expected_TV, atol=1e-5, rtol=1e-5)
     for dtype in (torch.float32, torch.bfloat16):
-        assert torch.equal(served(made.folder, dtype), served(made.twin, dtype))
+        assert torch.equal(served(made.folder, dtype), served(made.reference, dtype))
 
 
 @pytest.mark.parametrize("family", [QWEN3, QWEN2, OLMOE])
@@ -80,4 +80,4 @@ def test_experts_of_a_layer_in_one_tensor(family: dict[str, Any], tmp_path: Path
     made = quantise(tmp_path / "plain", tmp_path, FORMATS["mxfp4"])
     assert len(made.quantised) == 3 * 3 * family["num_experts"]
     together(made.folder, family["num_experts"])
-    assert_same(read_all(made.folder), read_all(made.twin))
+    assert_same(read_all(made.folder), read_all(made.reference))

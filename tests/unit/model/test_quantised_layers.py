@@ -100,6 +100,15 @@ def test_mxfp4(rows: int, blocks: int, packed: bool) -> None:
     assert_decodes(Mxfp4(packed=packed), encode, rows, 32 * blocks)
 
 
+def test_the_smallest_and_the_largest_scale_of_mxfp4() -> None:
+    """2 ** -127 is below the normal numbers of float32; 2 ** 125 times 6 is the largest that a value may be."""
+    scales = torch.tensor([[0], [1], [252]], dtype=torch.uint8)
+    blocks = torch.full((3, 1, 16), 0x17, dtype=torch.uint8)
+    found = decoded(Mxfp4(), Encoded(tensors={"_blocks": blocks, "_scales": scales}, value_NK=torch.empty(3, 32)))
+    expected = [[6 * 2.0**power, 0.5 * 2.0**power] for power in (-127, -126, 125)]
+    assert found[:, :2].tolist() == expected
+
+
 @settings(max_examples=20)
 @given(rows=sizes, columns=eights, at_once=st.integers(1, 600))
 def test_rows_that_are_taken_some_at_a_time(rows: int, columns: int, at_once: int) -> None:
