@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 from services.errors import CheckpointError
 from services.model.configfile import CONFIG
@@ -87,7 +88,7 @@ class _Finder:
             return None
         if not found:
             return None  # what is missing is said of all tensors together
-        if said == "left":
+        if said in ("left", "outside"):
             raise self._left_but_quantised(module)
         if problem := scheme.problem(shape):
             raise CheckpointError(
@@ -97,8 +98,7 @@ class _Finder:
 
     def _said(self, names: Iterable[str], *, free: bool) -> tuple[Coverage, LinearFormat]:
         said = [self._choice.of(name, free=free) for name in names]
-        order: list[Coverage] = ["left", "quantised", "either"]
-        return min(said, key=lambda one: order.index(one[0]))
+        return min(said, key=lambda one: get_args(Coverage).index(one[0]))
 
     def _checked(self, module: str, scheme: LinearFormat, shape: Shape) -> Layout:
         layout = self._layout(module, scheme, shape)

@@ -69,6 +69,8 @@ def _gptq(scheme: Gptq, parts: Parts, shape: Shape) -> Scaled:
     ones = sum(1 << shift for shift in range(0, WORD_BITS, scheme.bits))
     zeros_GN = unpacked(parts["zeros"].tensor + scheme.zero_offset * ones, scheme.bits)
     order = parts.get("order")
+    if not scheme.sorts and order is not None and not order.tensor.any():
+        order = None  # some tools leave zeros where nothing is sorted
     return Scaled(
         codes_NK=unpacked(parts["codes"].tensor.t(), scheme.bits),
         scales_NG=scales_GN.t(),

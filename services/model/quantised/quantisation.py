@@ -8,8 +8,9 @@ from typing import Literal
 
 from services.model.quantised.stored import LinearFormat
 
-Coverage = Literal["quantised", "left", "either"]
-"""What config.json says of a layer: it is quantised, it is left as it is, or the files decide."""
+Coverage = Literal["left", "quantised", "either", "outside"]
+"""What config.json says of a layer: it is left as it is, it is quantised, the files decide, or no group has it. Of a
+layer that has several names the first of these that is said of one of them holds."""
 Match = Literal["names", "parts"]
 
 
@@ -20,7 +21,7 @@ class Group:
 
     format: LinearFormat
     targets: tuple[str, ...] = ("Linear",)
-    others: Coverage = "left"
+    others: Coverage = "outside"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
