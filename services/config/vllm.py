@@ -13,7 +13,7 @@ ALIASES: Mapping[str, str] = {
 }
 """Name in vLLM -> the setting that means the same."""
 
-_NO_QUANTISATION = "it is not supported. Serve the float32, bfloat16 or float16 version of the checkpoint."
+_QUANTISATION = "leave it out. config.json says how a checkpoint is quantised; others are served as they are."
 _NO_TOOLS = "tool calling is not supported: requests with tools are refused (docs/api.md)."
 _NO_SCHEMAS = "structured output is not supported: requests with response_format are refused."
 _NO_ADAPTERS = "LoRA adapters are not supported. Merge the adapter into the checkpoint."
@@ -50,7 +50,7 @@ POINTERS: Mapping[str, str] = {
     "kv_cache_memory_bytes": "set it in GiB: --kv-memory-gib X.",
     "swap_space": _NO_OFFLOAD,
     "cpu_offload_gb": _NO_OFFLOAD,
-    "quantization": _NO_QUANTISATION,
+    "quantization": _QUANTISATION,
     "kv_cache_dtype": "leave it out. The KV cache has the dtype of the activations (--dtype).",
     "load_format": "leave it out. Weights are read from *.safetensors files.",
     "trust_remote_code": f"leave it out; {_ONE_CODE}",

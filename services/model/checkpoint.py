@@ -1,7 +1,8 @@
 """Reads a checkpoint folder, after checking its tensors against the spec.
 
-(Sharded) safetensors come in from disk; places of tensors in open files go out to ``tensor_reads.py``, whole tensors
-to ``reference.py``. The headers are read first: a damaged or foreign checkpoint is refused at once.
+(Sharded) safetensors come in from disk. Places of tensors in open files go out to ``tensor_reads.py``, whole tensors to
+``reference.py``: weights that are stored quantised as float32, under their names without quantisation. The headers are
+read first, so that a damaged or foreign checkpoint is refused at once.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 from services.errors import CheckpointError
 from services.model.header import DOWNLOAD_AGAIN, TensorEntry
+from services.model.names import Shape
+from services.model.sources import Source
 from services.model.spec import ModelSpec
 from services.model.tensor_entries import tensor_entries
 
@@ -30,7 +33,7 @@ class Checkpoint:
     """
 
     def __init__(self, model_dir: Path, spec: ModelSpec) -> None:
-        self._entries = tensor_entries(model_dir, spec)
+        self._entries, self._sources = tensor_entries(model_dir, spec)
         self._seen = {file: _state(file) for file in {entry.file for entry in self._entries.values()}}
         self._open_files: dict[Path, Any] = {}
         self._stack = ExitStack()
@@ -45,7 +48,51 @@ class Checkpoint:
         self._stack.close()
 
     def read(self, name: str) -> Tensor:
-        """Return the tensor called ``name``, mapped from its file, in the dtype it has there. Do not write to it."""
+        """Return the tensor called ``name``. Do not write to it: it is mapped from its file, in the dtype that it has
+        there, or, if it is :meth:`quantised`, float32."""
+        return self._dequantised(self._sources[name]) if name in self._sources else self._mapped(name)
+
+    def quantised(self, name: str) -> bool:
+        """Return whether the weight called ``name`` is stored quantised: in other tensors, by :meth:`read` alone."""
+        return name in self._sources
+
+    def shape(self, name: str) -> Shape:
+        return self._sources[name].shape if name in self._sources else self._entries[name].shape
+
+    def entry(self, name: str) -> TensorEntry:
+        """Return where a tensor is; of one that is :meth:`quantised`, where its codes are."""
+        return self._entries[self._sources[name].parts["codes"].name if name in self._sources else name]
+
+    def entries(self, name: str) -> list[TensorEntry]:
+        """Return where a tensor is, or all of those that make up one that is :meth:`quantised`."""
+        if name not in self._sources:
+            return [self._entries[name]]
+        return [self._entries[stored.name] for stored in self._sources[name].parts.values()]
+
+    def nbytes(self, names: Iterable[str]) -> int:
+        """Return how many bytes the tensors ``names`` take on disk."""
+        return sum(map(self._nbytes, names))
+
+    def _nbytes(self, name: str) -> int:
+        if name not in self._sources:
+            return self._entries[name].nbytes
+        return sum(self._entries[stored.name].nbytes // stored.share for stored in self._sources[name].parts.values())
+
+    def _dequantised(self, source: Source) -> Tensor:
+        from services.model.dequantised.parts import Part
+        from services.model.dequantised.values import dequantised
+
+        parts = {
+            part: Part(
+                tensor=self._mapped(stored.name, stored.select),
+                name=stored.name,
+                file=self._entries[stored.name].file,
+            )
+            for part, stored in source.parts.items()
+        }
+        return dequantised(source.format, parts, source.shape)
+
+    def _mapped(self, name: str, select: tuple[int | slice, ...] = ()) -> Tensor:
         from safetensors import SafetensorError, safe_open
 
         entry = self._entries[name]
@@ -55,7 +102,7 @@ class Checkpoint:
             tensor: Tensor = self._open_files[entry.file].get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f'{entry.file}: "{name}" cannot be read: {error}.', hint=DOWNLOAD_AGAIN) from error
-        return tensor
+        return tensor[select] if select else tensor
 
     def descriptor(self, file: Path) -> int:
         """Return a descriptor of ``file`` to read from, open until the checkpoint is left. Raises CheckpointError."""
@@ -73,13 +120,6 @@ class Checkpoint:
                 raise CheckpointError(
                     f"{file} was changed while it was read.", hint="Start again once its download or copy is complete."
                 )
-
-    def entry(self, name: str) -> TensorEntry:
-        return self._entries[name]
-
-    def nbytes(self, names: Iterable[str]) -> int:
-        """Return how many bytes the tensors ``names`` take on disk."""
-        return sum(self._entries[name].nbytes for name in names)
 
 
 def _state(file: Path) -> tuple[int, ...] | None:

@@ -1,7 +1,8 @@
 """SHA-256 digests of a checkpoint's experts, in a file next to it, to check weights from other workers.
 
 `expertmesh digests` writes the file; workers that join read it. Torch-free. A digest covers the bytes of an expert's
-matrix as they are stored: ``gate_up`` (the gate's rows, then those of the up projection) or ``down``.
+matrix as they are stored: ``gate_up`` (the gate's rows, then those of the up projection) or ``down``. Of a quantised
+checkpoint it covers the weights as they are loaded in the checkpoint's own dtype, which needs torch.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Annotated
 
 import msgspec
 
-from services.errors import CheckpointError
+from services.errors import CheckpointError, WorkerExtraMissing
 from services.model.checkpoint import Checkpoint
 from services.model.header import TensorEntry
 from services.model.load_spec import load_spec
@@ -102,13 +103,15 @@ def hashing_threads() -> int:
 def _fits(found: Digests, spec: ModelSpec, dtype: str) -> bool:
     if (found.format, found.fingerprint) != (_FORMAT, spec.fingerprint):
         return False
-    if found.dtype not in _HOLDS.get(dtype, (dtype,)):
+    if found.dtype not in (_HOLDS.get(dtype, (dtype,)) if spec.quantisation is None else (dtype,)):
         return False
     counts = {len(by_expert) for layer in found.layers.values() for by_expert in (layer.gate_up, layer.down)}
     return tuple(sorted(found.layers)) == spec.moe_layers and counts == {spec.num_experts}
 
 
 def _digests(checkpoint: Checkpoint, spec: ModelSpec) -> Digests:
+    if spec.quantisation is not None:
+        return _digests_of_loaded(checkpoint, spec)
     matrices = {layer: list(_matrices(checkpoint, spec, layer)) for layer in spec.moe_layers}
     types = {entry.dtype for layer in matrices.values() for pair in layer for entries in pair for entry in entries}
     if len(types) != 1:
@@ -118,6 +121,32 @@ def _digests(checkpoint: Checkpoint, spec: ModelSpec) -> Digests:
         hashing = {layer: pool.map(_digest, chain.from_iterable(pairs)) for layer, pairs in matrices.items()}
         layers = {layer: _by_matrix(list(digests)) for layer, digests in hashing.items()}
     return Digests(format=_FORMAT, fingerprint=spec.fingerprint, dtype=_DTYPES[types.pop()], layers=layers)
+
+
+def _digests_of_loaded(checkpoint: Checkpoint, spec: ModelSpec) -> Digests:
+    """Return the digests of what a quantised checkpoint stands for, rounded to its dtype."""
+    if not spec.moe_layers:
+        raise CheckpointError("The checkpoint has no experts, so it can have no digests.")
+    try:
+        import torch
+    except ImportError as error:
+        raise CheckpointError(
+            f"Digests of a quantised checkpoint need torch. {WorkerExtraMissing('torch').message}"
+        ) from error
+    names, dtype = TensorNames(spec.family), getattr(torch, spec.dtype)
+
+    def digest(*parts: str) -> bytes:
+        found = hashlib.sha256()
+        for part in parts:
+            found.update(checkpoint.read(part).to(dtype).contiguous().view(torch.uint8).numpy().data)
+        return found.digest()
+
+    layers = {}
+    for layer in spec.moe_layers:
+        ffns = [names.expert(layer, expert) for expert in range(spec.num_experts)]
+        gate_up = tuple(digest(ffn.gate, ffn.up) for ffn in ffns)
+        layers[layer] = LayerDigests(gate_up=gate_up, down=tuple(digest(ffn.down) for ffn in ffns))
+    return Digests(format=_FORMAT, fingerprint=spec.fingerprint, dtype=spec.dtype, layers=layers)
 
 
 def _matrices(

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from services.errors import CheckpointError, UnsupportedModel
 from services.model.configfile import ConfigFile, read_config, read_generation_config
+from services.model.quantised.config import read_quantisation
 from services.model.ropeconfig import rope_spec
 from services.model.spec import DType, LayerSpec, ModelSpec, QKNorm, RouterSpec
 
@@ -159,6 +160,7 @@ def _build(
         bos_token_id=config.token_id("bos_token_id"),
         # An end token outside the vocabulary (a leftover of the config class) can never be drawn.
         eos_token_ids=tuple(token for token in eos_token_ids if token < vocab_size),
+        quantisation=read_quantisation(config, experts=num_experts),
     )
 
 
@@ -203,11 +205,6 @@ def _dtype(config: ConfigFile) -> DType:
 
 
 def _refuse_unsupported(config: ConfigFile) -> None:
-    if config.values.get("quantization_config") is not None:
-        raise UnsupportedModel(
-            f"{config.path}: quantized checkpoints (quantization_config) are not supported.",
-            hint="Use the checkpoint's float32, bfloat16 or float16 version.",
-        )
     activation = config.text("hidden_act", default="silu")
     if activation not in ("silu", "swish"):
         raise UnsupportedModel(f'{config.path}: hidden_act "{activation}" is not supported.', hint="Supported is silu.")

@@ -25,6 +25,9 @@ _BITS = {"BOOL": 8, "U8": 8, "I8": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 1
 _BITS |= {"F64": 64, "I64": 64, "U64": 64, "C64": 64, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8}
 """Bits of an element by its type. Of other types only their places are checked; no tensor that is read has one."""
 
+FLOATS = frozenset({"F64", "F32", "BF16", "F16"})
+"""Types of weights that are not quantised."""
+
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 """Of more than 64 bits none is a tensor's, even where another dimension is 0."""
 

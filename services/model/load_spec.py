@@ -52,6 +52,8 @@ def _fingerprint(spec: ModelSpec, model_dir: Path) -> str:
         raise unreadable(model_dir, error) from error
     fields = dataclasses.asdict(spec)
     del fields["weights"]  # the release before has no such field, and both have to find one fingerprint
+    if spec.quantisation is None:
+        del fields["quantisation"]  # nor this one
     content = json.dumps([fields, weights], sort_keys=True)
     return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
 

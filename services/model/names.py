@@ -76,6 +76,12 @@ def expert_shapes(spec: ModelSpec) -> dict[str, Shape]:
     return shapes
 
 
+def linear_shapes(spec: ModelSpec) -> dict[str, Shape]:
+    """Return the shape of the weight of every linear layer, by name: what a checkpoint may have quantised."""
+    shapes = dense_shapes(spec) | expert_shapes(spec)
+    return {name: shape for name, shape in shapes.items() if len(shape) == 2 and name != EMBED}
+
+
 def is_harmless(name: str) -> bool:
     """Return whether a tensor that no spec lists may be ignored: rotary tables, and an output head that is tied."""
     return name.endswith("rotary_emb.inv_freq") or name == LM_HEAD

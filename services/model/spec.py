@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from services.model.quantised.quantisation import Quantisation
+
 DType = Literal["float32", "bfloat16", "float16"]
 QKNorm = Literal["none", "head", "projection"]
 RopeKind = Literal["default", "linear", "llama3", "yarn"]
@@ -60,6 +62,7 @@ class ModelSpec:
     releases would refuse one another. ``weights`` is a hash of some of the weights, which differs for fine-tunes of
     equal names and sizes: :func:`services.model.weights_sample.with_weights` fills it in. Workers that agree in both
     may serve one request one after the other; ``""`` (unknown, as in the release before) agrees with all.
+    ``quantisation`` is how the weights lie on disk; loaded they are in the serving dtype.
     """
 
     family: str
@@ -86,6 +89,7 @@ class ModelSpec:
     tie_embeddings: bool
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
+    quantisation: Quantisation | None = None
     fingerprint: str = ""
     weights: str = ""
 

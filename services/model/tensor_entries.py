@@ -11,38 +11,42 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from services.errors import CheckpointError, UnsupportedModel
-from services.model.header import DOWNLOAD_AGAIN, TensorEntry, read_header
+from services.model.header import DOWNLOAD_AGAIN, FLOATS, TensorEntry, read_header
 from services.model.load_spec import INDEX, read_index, unreadable
 from services.model.names import LM_HEAD, Shape, dense_shapes, expert_shapes, is_harmless
+from services.model.sources import Source, find_sources, unread
 from services.model.spec import ModelSpec
 
 _SINGLE = "model.safetensors"
-_FLOATS = frozenset({"F64", "F32", "BF16", "F16"})
 
 
-def tensor_entries(model_dir: Path, spec: ModelSpec) -> dict[str, TensorEntry]:
-    """Return the tensors in ``model_dir`` by name.
+def tensor_entries(model_dir: Path, spec: ModelSpec) -> tuple[dict[str, TensorEntry], dict[str, Source]]:
+    """Return the tensors in ``model_dir`` by name, and of which of them each weight is made that is stored quantised.
 
     Raises:
         CheckpointError: files or tensors are missing, damaged, of the wrong shape, or do not belong to the model.
-        UnsupportedModel: weights of a type other than floating point.
+        UnsupportedModel: weights of a type other than floating point in a checkpoint that is not quantised.
     """
     try:
         entries = _read_entries(model_dir)
     except OSError as error:
         raise unreadable(model_dir, error) from error
-    _check(entries, model_dir, spec)
-    return entries
+    sources = find_sources(entries, model_dir, spec)
+    _check(entries, sources, model_dir, spec)
+    return entries, sources
 
 
-def _check(entries: Mapping[str, TensorEntry], model_dir: Path, spec: ModelSpec) -> None:
-    expected = dense_shapes(spec) | expert_shapes(spec)
+def _check(entries: Mapping[str, TensorEntry], sources: Mapping[str, Source], model_dir: Path, spec: ModelSpec) -> None:
+    """Check all tensors but those of ``sources``, which are checked, and refuse those for which there is no place."""
+    every_shape = dense_shapes(spec) | expert_shapes(spec)
+    expected = {name: shape for name, shape in every_shape.items() if name not in sources}
+    known = {stored.name for source in sources.values() for stored in source.parts.values()} | unread(entries, sources)
     if missing := [name for name in expected if name not in entries]:
         raise CheckpointError(
             f"{model_dir} lacks {_listed(missing, 'tensor')} that config.json calls for.",
             hint=_missing_hint(missing),
         )
-    if unexpected := [name for name in entries if name not in expected and not is_harmless(name)]:
+    if unexpected := [name for name in entries if name not in expected and name not in known and not is_harmless(name)]:
         raise CheckpointError(
             f'{entries[unexpected[0]].file}: the architecture "{spec.family}" as config.json describes it '
             f"has no place for {_listed(unexpected, 'tensor')}.",
@@ -58,7 +62,7 @@ def _check_tensor(name: str, entry: TensorEntry, shape: Shape) -> None:
             f'{entry.file}: tensor "{name}" has shape {list(entry.shape)}, config.json calls for {list(shape)}.',
             hint="config.json and weights must come from the same checkpoint: download both again.",
         )
-    if entry.dtype not in _FLOATS:
+    if entry.dtype not in FLOATS:
         raise UnsupportedModel(
             f'{entry.file}: tensor "{name}" is of type {entry.dtype}, which is not supported.',
             hint="Use the checkpoint's float32, bfloat16 or float16 version.",

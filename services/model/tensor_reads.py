@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import cycle
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Protocol
 
@@ -114,7 +115,8 @@ class Lane:
         _read(descriptor, piece, staged)
         self._marks[turn] = self._copies.copy(piece.part, staged)
         if piece.part.dtype == torch.float16 and piece.stored != torch.float16:
-            self._check_range(piece)
+            self._copies.finish()
+            refuse_overflow(piece.name, piece.entry.file, piece.part)
         return piece.nbytes
 
     def finish(self) -> None:
@@ -126,13 +128,14 @@ class Lane:
             self._buffers.append(torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=self._pinned))
         return self._buffers[turn]
 
-    def _check_range(self, piece: _Piece) -> None:
-        self._copies.finish()
-        if not piece.part.isfinite().all():
-            raise CheckpointError(
-                f'{piece.entry.file}: "{piece.name}" has values beyond float16\'s range.',
-                hint="Serve it with --dtype bfloat16 or float32.",
-            )
+
+def refuse_overflow(name: str, file: Path, part: Tensor) -> None:
+    """Raise CheckpointError where the conversion to float16 made values of ``part`` infinite."""
+    if part.dtype == torch.float16 and not part.isfinite().all():
+        raise CheckpointError(
+            f'{file}: "{name}" has values beyond float16\'s range.',
+            hint="Serve it with --dtype bfloat16 or float32.",
+        )
 
 
 def read_tensors(

@@ -20,7 +20,7 @@ from services.model.checkpoint import Checkpoint
 from services.model.load_spec import load_spec
 from services.model.names import EMBED, Shape, dense_shapes, expert_shapes
 from services.model.spec import ModelSpec
-from services.model.tensor_reads import Place, read_tensors
+from services.model.tensor_reads import Place, read_tensors, refuse_overflow
 from services.model.weights_sample import with_weights
 
 
@@ -71,13 +71,23 @@ class StoredTensors:
     checkpoint: Checkpoint
 
     def shape(self, name: str) -> Shape:
-        return self.checkpoint.entry(name).shape
+        return self.checkpoint.shape(name)
 
     def nbytes(self, names: Iterable[str]) -> int:
         return self.checkpoint.nbytes(names)
 
     def fill(self, places: Sequence[Place], device: torch.device, advance: Callable[[int], None]) -> None:
-        read_tensors(self.checkpoint, places, device, advance)
+        """Weights that are stored quantised are computed one at a time, the others read by several threads."""
+        stored = self.checkpoint
+        plain = [place for place in places if not stored.quantised(place.name)]
+        quantised = [place for place in places if stored.quantised(place.name)]
+        if plain:
+            read_tensors(stored, plain, device, advance)
+        for place in quantised:
+            place.target.copy_(stored.read(place.name))
+            refuse_overflow(place.name, stored.entry(place.name).file, place.target)
+            advance(stored.nbytes([place.name]))
+        stored.check_unchanged({entry.file for place in quantised for entry in stored.entries(place.name)})
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,8 @@ def with_weights(spec: ModelSpec, model_dir: Path) -> ModelSpec:
         CheckpointError, UnsupportedModel: see :class:`services.model.checkpoint.Checkpoint`.
     """
     with Checkpoint(model_dir, spec) as checkpoint:
-        entries = {name: checkpoint.entry(name) for name in _chosen([*dense_shapes(spec), *expert_shapes(spec)])}
+        names = _chosen([*dense_shapes(spec), *expert_shapes(spec)])
+        entries = {(name, part): entry for name in names for part, entry in enumerate(checkpoint.entries(name))}
     by_file: dict[Path, list[TensorEntry]] = defaultdict(list)
     for entry in entries.values():
         by_file[entry.file].append(entry)
@@ -49,7 +50,7 @@ def with_weights(spec: ModelSpec, model_dir: Path) -> ModelSpec:
     except OSError as error:
         raise unreadable(model_dir, error) from error
     digest = hashlib.blake2b(digest_size=16)
-    for name, entry in sorted(entries.items()):
+    for (name, _part), entry in sorted(entries.items(), key=lambda item: item[0]):
         digest.update(f"{name} {entry.dtype} ".encode() + pieces[entry])
     return dataclasses.replace(spec, weights=digest.hexdigest())
 

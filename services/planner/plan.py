@@ -149,7 +149,7 @@ def _check(given: Namespace) -> None:
     if given.weight_bits is not None:
         raise ConfigError(
             "--weight-bits is no longer an option.",
-            hint="Leave it out: weights are taken to have 16 bits, as quantised ones are not supported.",
+            hint="Leave it out: weights are loaded in 16 bits, those of quantised checkpoints too.",
         )
 
 
@@ -185,6 +185,9 @@ def _report(spec: ModelSpec, settings: Settings, given: Namespace, rows: Rows) -
     """Yield the parts of the answer, the most important ones first. Strings are to be wrapped, a Text is not."""
     best = max(filter(None, rows.values()), key=lambda each: each.tokens_s)
     yield _title(spec, settings, given)
+    if spec.quantisation is not None:
+        method = spec.quantisation.method
+        yield f"The checkpoint is quantised ({method}); its weights are counted as they are loaded, in 16 bits."
     yield _table(given, rows, best)
     yield _recommended(given, rows, best)
     yield _PROMPTS + _LARGE_STEPS * (layout_of(best, given) == "disaggregated")

@@ -12,6 +12,8 @@ import torch
 from testkit.fabric.peer_weights import digests_of
 from testkit.fabric.tcp import CALM, SECRET, Serve, hello, lanes_of, seat_of, serve, table_of
 from testkit.models.checkpoints import save_checkpoint
+from testkit.models.quantised_checkpoints import quantise
+from testkit.models.quantisers import FORMATS
 from testkit.waiting import until
 
 from services.config import Settings
@@ -33,9 +35,13 @@ CPU = torch.device("cpu")
 Change = Callable[[dict[int, ExpertWeights]], object]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_checkpoint(tmp_path_factory.mktemp("model"), "qwen3_moe")
+@pytest.fixture(scope="module", params=["float32", "quantised"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What is sent, and what digests are of, are the weights as they are loaded."""
+    plain = save_checkpoint(tmp_path_factory.mktemp("model"), "qwen3_moe")
+    if request.param == "float32":
+        return plain
+    return quantise(plain, tmp_path_factory.mktemp("quantised"), FORMATS["gptq-int4-act-order"]).folder
 
 
 class Joining:

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 from testkit.models.checkpoints import save_checkpoint
+from testkit.models.quantised_checkpoints import quantise
+from testkit.models.quantisers import FORMATS
 from testkit.models.tiny_models import CONFIGS, save_model
 
 from services.cli.fetch import MARK, fetch
@@ -69,6 +71,18 @@ def test_digests_are_for_the_type_that_is_stored_and_a_wider_one(
     spec = load_spec(tmp_path)
     fit = [dtype for dtype in ("bfloat16", "float16", "float32") if read_digests(tmp_path, spec, dtype) is not None]
     assert fit == served
+
+
+def test_digests_of_a_quantised_checkpoint_are_for_its_own_type_alone(tmp_path: Path) -> None:
+    """A wider type has values in between, which are not rounded."""
+    save_model(tmp_path / "plain", CONFIGS["qwen3"])
+    folder = quantise(tmp_path / "plain", tmp_path, FORMATS["gptq-int4"]).folder
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+    write_digests(folder)
+    spec = load_spec(folder)
+    fit = [dtype for dtype in ("bfloat16", "float16", "float32") if read_digests(folder, spec, dtype) is not None]
+    assert fit == ["bfloat16"]
 
 
 def changed(known: dict[str, Any]) -> list[bytes]:

@@ -108,7 +108,7 @@ def test_a_gateway_takes_no_weights_where_an_index_names_them(use: Use) -> None:
     assert _names(folder) == ["config.json", "model.safetensors.index.json", "tokenizer.json"]
 
 
-@pytest.mark.parametrize("config", [{"model_type": "llama"}, {"quantization_config": {"quant_method": "fp8"}}])
+@pytest.mark.parametrize("config", [{"model_type": "llama"}, {"quantization_config": {"quant_method": "hqq"}}])
 def test_a_model_that_is_not_supported_is_refused_before_its_weights_come(use: Use, config: dict[str, Any]) -> None:
     asked: list[str] = []
     with hub("org/tiny", COMMIT, _files(**config), asked) as url:

@@ -112,9 +112,23 @@ def test_fingerprint_follows_config_and_weights(tmp_path: Path) -> None:
     assert len({first, second, third}) == 3
 
 
+def test_fingerprint_follows_how_the_files_are_to_be_read(tmp_path: Path) -> None:
+    """GPTQ's two versions have the same files and mean other weights."""
+    found = {
+        spec_of(tmp_path, QWEN3, {"quantization_config": {"quant_method": "gptq", "bits": 4, **more}}).fingerprint
+        for more in ({}, {"checkpoint_format": "gptq_v2"}, {"group_size": 64}, {"lm_head": True})
+    }
+    assert len(found | {spec_of(tmp_path, QWEN3).fingerprint}) == 5
+    assert spec_of(tmp_path, QWEN3, {"quantization_config": None}).fingerprint == spec_of(tmp_path, QWEN3).fingerprint
+
+
 UNSUPPORTED = {
     "model_type": ({"model_type": "llama"}, ["llama", "mixtral, olmoe, qwen2_moe, qwen3_moe"]),
-    "quantized": ({"quantization_config": {"bits": 4}}, ["quantization_config", "bfloat16"]),
+    "quantized": ({"quantization_config": {"bits": 4}}, ["without a quant_method", "quantization_config", "bfloat16"]),
+    "quant_method": (
+        {"quantization_config": {"quant_method": "bitsandbytes"}},
+        ['quant_method "bitsandbytes"', "auto-round, awq, compressed-tensors, fp8, gptq, mxfp4"],
+    ),
     "activation": ({"hidden_act": "gelu"}, ["gelu", "silu"]),
     "dtype": ({"dtype": "float8_e4m3fn"}, ["float8_e4m3fn", "float32, bfloat16, float16"]),
     "rope": ({"rope_parameters": {"rope_type": "longrope"}}, ["longrope", "yarn"]),

@@ -321,7 +321,7 @@ def test_a_model_of_the_hub_keeps_its_id(said: Callable[..., str], big: str, mon
         ([MODEL, "--gpus", "2", "--context", "0"], "--context is 0; expected 1 to 1,024"),
         ([MODEL, "--gpus", "2", "--context", "1025"], "--context is 1025; expected 1 to 1,024"),
         ([MODEL, "--gpus", "2", "--weight-bits", "16"], "--weight-bits is no longer an option. Leave it out"),
-        ([MODEL, "--gpus", "2", "--quantization", "fp8"], "Serve the float32, bfloat16 or float16 version"),
+        ([MODEL, "--gpus", "2", "--quantization", "fp8"], "config.json says how a checkpoint is quantised"),
         ([MODEL, "--gpus", "2", "--link-gb", "0"], "bandwidth = 0.0"),
         ([MODEL, "--gpus", "2", "--nodes", "2", "--across-gb", "0"], "across_bandwidth = 0.0"),
     ],
@@ -331,9 +331,21 @@ def test_bad_input(said: Callable[..., str], words: list[str], problem: str) -> 
     assert problem in text
 
 
-def test_a_quantised_checkpoint_is_refused(said: Callable[..., str], tmp_path: Path) -> None:
-    folder = config_of(tmp_path, QWEN3_30B | {"quantization_config": {"quant_method": "fp8"}})
-    assert "quantized checkpoints" in said(str(folder), "--gpus", "8", codes=(3,))
+def test_a_quantised_checkpoint_is_planned_as_it_is_loaded(said: Callable[..., str], tmp_path: Path) -> None:
+    """In 16 bits, so that the figures are those of the checkpoint that is not quantised."""
+    texts = []
+    for name, more in (("plain", {}), ("fp8", {"quantization_config": {"quant_method": "fp8"}})):
+        (tmp_path / name).mkdir()
+        folder = config_of(tmp_path / name, QWEN3_30B | more)
+        texts.append(said(str(folder), "--gpus", "8").replace(str(folder), "FOLDER"))
+    note = "The checkpoint is quantised (fp8); its weights are counted as they are loaded, in 16 bits.\n"
+    assert note in texts[1]
+    assert texts[1].replace(note, "") == texts[0]
+
+
+def test_a_method_that_is_not_supported_is_refused(said: Callable[..., str], tmp_path: Path) -> None:
+    folder = config_of(tmp_path, QWEN3_30B | {"quantization_config": {"quant_method": "hqq"}})
+    assert 'quantized checkpoints of quant_method "hqq"' in said(str(folder), "--gpus", "8", codes=(3,))
 
 
 def test_weights_that_fit_in_no_way(said: Callable[..., str], big: str) -> None:

@@ -1,0 +1,66 @@
+"""Reads ``quantization_config`` of a checkpoint's config.json. Torch-free."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from services.errors import CheckpointError, UnsupportedModel
+from services.model.configfile import ConfigFile
+from services.model.quantised import awq, compressed, fp8, gptq, mxfp4
+from services.model.quantised.quantisation import Quantisation, compiled
+
+KEY = "quantization_config"
+METHODS = ("auto-round", "awq", "compressed-tensors", "fp8", "gptq", "mxfp4")
+
+
+def read_quantisation(config: ConfigFile, *, experts: int) -> Quantisation | None:
+    """Return how the checkpoint is quantised; None if it is not.
+
+    Args:
+        experts: how many a layer has.
+
+    Raises:
+        CheckpointError: a setting has no meaning.
+        UnsupportedModel: the method, or something that it does, is not supported.
+    """
+    if config.values.get(KEY) is None:
+        return None
+    own = config.section(KEY)
+    readers: dict[str, Callable[[], Quantisation]] = {
+        "auto-round": lambda: _auto_round(own),
+        "awq": lambda: awq.read(own),
+        "compressed-tensors": lambda: compressed.read(own),
+        "fp8": lambda: fp8.read(own),
+        "gptq": lambda: gptq.read(own),
+        "mxfp4": lambda: mxfp4.read(own, experts),
+    }
+    method = own.text("quant_method", default="none")
+    if method not in readers:
+        named = "without a quant_method" if method == "none" else f'of quant_method "{method}"'
+        raise UnsupportedModel(
+            f"{config.path}: quantized checkpoints {named} are not supported ({KEY}).",
+            hint=f"Supported are {', '.join(METHODS)}, and the float32, bfloat16 or float16 version.",
+        )
+    found = readers[method]()
+    _check_patterns(found, config)
+    return found
+
+
+def _auto_round(config: ConfigFile) -> Quantisation:
+    """AutoRound writes the layouts of others, and says of whom."""
+    packing = config.text("packing_format", default="auto_round:auto_gptq")
+    if config.section("extra_config").values:
+        raise UnsupportedModel(f'{config.path}: AutoRound checkpoints with an "extra_config" are not supported.')
+    return awq.read(config) if "awq" in packing else gptq.read(config)
+
+
+def _check_patterns(found: Quantisation, config: ConfigFile) -> None:
+    for match, names in ((found.match, found.left), *(("names", group.targets) for group in found.groups)):
+        for name in names:
+            try:
+                compiled(name, "parts" if match == "parts" else "names")
+            except (re.error, RecursionError, OverflowError) as error:
+                raise CheckpointError(
+                    f'{config.path}: "{name[:80]}" in {KEY} is not a pattern: {error}.', hint="Correct the file."
+                ) from error

@@ -1,0 +1,83 @@
+"""Quantised checkpoints through the whole server: greedy answers are those of the oracle over dequantised weights.
+
+In float32, in every layout, with experts and dense parts quantised. An expert worker that is killed is replaced.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from testkit.models.checkpoints import VOCAB, save_checkpoint
+from testkit.models.quantised_checkpoints import quantise
+from testkit.models.quantisers import FORMATS
+from testkit.processes.servers import Server, bench
+from testkit.waiting import until
+
+from services.model.digests import write_digests
+from services.model.reference import ReferenceModel
+
+pytestmark = pytest.mark.alone
+
+MARGIN = 1e-4
+"""Smallest gap, in logits, of any token: far above float32 rounding."""
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "local": {},
+    "apart": {"layout": "disaggregated", "expert_workers": 2, "expert_groups": 1},
+    "colocated": {"layout": "colocated", "workers": 2},
+}
+CASES = [
+    ("local", "qwen3_moe", "fp8-block-remainder"),
+    ("local", "qwen2_moe", "ct-int4-group-asym"),
+    ("local", "mixtral", "awq"),
+    ("local", "olmoe", "mxfp4"),
+    ("apart", "qwen2_moe", "gptq-int4-act-order"),
+    ("colocated", "mixtral", "fp8-block"),
+]
+WIDTHS = {"olmoe": {"intermediate_size": 64}, "mixtral": {"intermediate_size": 80}}
+"""MXFP4 needs groups of 32 columns."""
+
+
+def oracles_answers(folder: Path, prompts: list[list[int]], count: int) -> list[list[int]]:
+    oracle, answers = ReferenceModel.load(folder), []
+    for prompt in prompts:
+        tokens: list[int] = []
+        for _ in range(count):
+            best = oracle.logits(prompt + tokens)[-1].topk(2)
+            assert float(best.values[0] - best.values[1]) > MARGIN, "the oracle is not sure"
+            tokens.append(int(best.indices[0]))
+        answers.append(tokens)
+    return answers
+
+
+async def complete_all(server: Server, prompts: list[list[int]], count: int) -> list[list[int]]:
+    body = {"model": "tiny", "temperature": 0, "ignore_eos": True, "return_token_ids": True, "max_tokens": count}
+    async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
+        asked = (client.post("/v1/completions", json=body | {"prompt": prompt}) for prompt in prompts)
+        found = await asyncio.gather(*asked)
+    return [response.raise_for_status().json()["choices"][0]["token_ids"] for response in found]
+
+
+@pytest.mark.parametrize(("layout", "family", "form"), CASES)
+def test_greedy_answers_are_the_oracles(tmp_path: Path, layout: str, family: str, form: str) -> None:
+    plain = save_checkpoint(tmp_path / "plain", family, seed=11, **WIDTHS.get(family, {}))
+    folder = quantise(plain, tmp_path, FORMATS[form]).folder
+    write_digests(folder)
+    rng = random.Random(5)
+    prompts = [[rng.randrange(3, VOCAB) for _ in range(length)] for length in (1, 7, 16, 33, 70, 90)]
+    expected = oracles_answers(folder, prompts, 12)
+    assert len({token for answer in expected for token in answer}) > 20, "answers too uniform to prove much"
+    with bench(tmp_path) as stage:
+        options = {"served_model_name": "tiny", "dtype": "float32", "kv_blocks": 128, "max_model_len": 256}
+        server = stage.serve(folder, **options, **LAYOUTS[layout])
+        assert asyncio.run(complete_all(server, prompts, 12)) == expected
+        if layout == "apart":
+            victim = server.of_role("experts")[0]
+            victim.kill()
+            until(lambda: len(server.of_role("experts")) == 2, "another one was started")
+            until(lambda: server.metric("expertmesh_expert_seats") == 2, "it took the seat's place")
+            assert asyncio.run(complete_all(server, prompts, 12)) == expected
