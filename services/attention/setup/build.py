@@ -28,6 +28,7 @@ from services.model.dense import DenseModel
 from services.model.device import check_device, into_memory, serving_dtype, torch_device
 from services.model.experts import ExpertShard
 from services.model.load_spec import load_spec
+from services.model.products import Products, products_of
 from services.model.progress import Progress, loading_progress
 from services.model.spec import ModelSpec
 from services.model.weights import load_dense, load_experts
@@ -51,6 +52,8 @@ class ServedModel:
     device: torch.device
     dtype: torch.dtype
     fitting: Fitting
+    products: Products
+    """How rows are multiplied, by the model and by experts in this process."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -163,13 +166,14 @@ def served_model(settings: Settings, *, rank: int | None = None) -> ServedModel:
         fitting.check_weights()
     else:
         fitting.given()
-    return ServedModel(folder=settings.model, spec=spec, device=device, dtype=dtype, fitting=fitting)
+    products = products_of(batch_invariant=settings.batch_invariant)
+    return ServedModel(folder=settings.model, spec=spec, device=device, dtype=dtype, fitting=fitting, products=products)
 
 
 def load_model(served: ServedModel, progress: Progress) -> DenseModel:
     """Read everything but the experts."""
     weights = load_dense(served.folder, served.spec, dtype=served.dtype, device=served.device, progress=progress)
-    return DenseModel(served.spec, weights)
+    return DenseModel(served.spec, weights, served.products)
 
 
 def worker_plan(served: ServedModel, model: DenseModel, link: ExpertLink[Any] | None) -> WorkerPlan:
@@ -199,4 +203,5 @@ def engine_options(
 def _local_link(served: ServedModel, progress: Progress) -> LocalLink:
     spec = served.spec
     experts = load_experts(served.folder, spec, dtype=served.dtype, device=served.device, progress=progress)
-    return LocalLink(ExpertShard(experts, num_experts=spec.num_experts).by_layer(), num_experts=spec.num_experts)
+    shard = ExpertShard(experts, num_experts=spec.num_experts, products=served.products)
+    return LocalLink(shard.by_layer(), num_experts=spec.num_experts)
