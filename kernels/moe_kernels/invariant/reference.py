@@ -17,6 +17,8 @@ from moe_kernels.plan.op import local_ids
 
 ROWS: Final = 16
 """Of every product. Fewer cost more calls for prompts, more cost time for a single row."""
+COLUMNS: Final = 8
+"""A multiple of these is added up in one order wherever a row lies among the ROWS."""
 VECTOR: Final = 64
 """A multiple of the elements that torch computes at a time: two registers of AVX-512, in bfloat16."""
 SERIAL: Final = 32_768
@@ -25,7 +27,7 @@ SERIAL: Final = 32_768
 
 def linear(x_TI: Tensor, w_OI: Tensor, bias_O: Tensor | None) -> Tensor:
     """:func:`moe_kernels.invariant.op.linear`, its arguments checked; at least one row."""
-    rows = len(x_TI)
+    rows, (x_TI, w_OI) = len(x_TI), (whole_columns(part) for part in (x_TI, w_OI))
     blocks = F.pad(x_TI, (0, 0, 0, -rows % ROWS)).split(ROWS)
     if len(blocks) == 1:
         return F.linear(blocks[0], w_OI, bias_O)[:rows]
@@ -43,6 +45,12 @@ def experts(
     gate_PF, up_PF = _products(x_TD[source_P], w_in_E2FD, expert_B).chunk(2, dim=1)
     out_PD = _products(in_whole_vectors(F.silu, gate_PF).mul_(up_PF), w_down_EDF, expert_B)
     return combine_pairs(out_PD[place_N], order_N, weights_TK).to(x_TD.dtype)
+
+
+def whole_columns(x: Tensor) -> Tensor:
+    """``x`` with zeros up to a multiple of :data:`COLUMNS` in its last dimension; itself where there is nothing to add,
+    as with the models that there are. Of fewer MKL adds the last ones of some rows in another order."""
+    return F.pad(x, (0, -x.shape[-1] % COLUMNS)) if x.shape[-1] % COLUMNS else x
 
 
 def in_whole_vectors(op: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -73,7 +81,7 @@ def _blocks(ends_E: Tensor) -> tuple[Tensor, list[int]]:
 
 
 def _products(x_PI: Tensor, w_EOI: Tensor, expert_B: list[int]) -> Tensor:
-    out_PO = x_PI.new_empty(len(x_PI), w_EOI.shape[1])
+    out_PO, x_PI, w_EOI = x_PI.new_empty(len(x_PI), w_EOI.shape[1]), whole_columns(x_PI), whole_columns(w_EOI)
     for x_RI, out_RO, expert in zip(x_PI.split(ROWS), out_PO.split(ROWS), expert_B, strict=True):
         torch.mm(x_RI, w_EOI[expert].t(), out=out_RO)
     return out_PO

@@ -494,6 +494,7 @@ def _load(role: Any, argv: str) -> Settings:
         ("attention", f"{_MET} --workers 4 --expert-slices 3", "--expert-slices 3"),
         ("attention", f"{_MET} --overlap on", "has no effect with --layout lockstep"),
         ("attention", "--layout lockstep --lockstep-address host:1", "the secret that all ranks share"),
+        ("attention", f"{_MET} --batch-invariant", "--batch-invariant cannot be combined with --layout lockstep"),
         ("attention", "--overlap on", "has no effect with --layout local"),
         ("attention", f"{_REMOTE} --fabric-tls-ca ca --fabric-lane nccl", "--fabric-lane nccl cannot be encrypted"),
         ("experts", f"{_TLS} --fabric-lane nccl", "--fabric-lane nccl cannot be encrypted"),
@@ -532,6 +533,9 @@ def test_what_does_not_fit_together_is_refused(role: str, argv: str, problem: st
     ("role", "argv"),
     [
         ("attention", f"{_REMOTE} --overlap on"),
+        ("attention", f"{_REMOTE} --batch-invariant True"),
+        ("experts", f"{_SECRET} --batch-invariant True"),
+        ("colocated", f"{_SECRET} --batch-invariant True"),
         ("attention", f"{_REMOTE} --fabric-lane auto --fabric-tls-ca ca --fabric-tls-name a.svc"),
         ("experts", f"{_TLS} --fabric-lane auto"),
         ("scheduler", "--min-replicas 2 --max-replicas 2 --min-attention 2 --max-attention 2"),
