@@ -72,9 +72,10 @@ class TilePlanner:
 
     def plan(self, inputs: StepInputs, window: int | None) -> tuple[Tiles, ...]:
         """Return tiles that have all rows of a step."""
-        rows_S, kv_len_S, table_SB = sequences_of(inputs, self._block_size)
+        rows_S, kv_len_S, held_SB = sequences_of(inputs, self._block_size)
         last_S = -(-kv_len_S // self._block_size) - 1  # what follows a sequence's last block may hold NaN
-        table_SB = np.take_along_axis(table_SB, np.minimum(np.arange(table_SB.shape[1]), last_S[:, None]), axis=1)
+        column_SB = np.minimum(np.arange(held_SB.shape[1]), last_S[:, None])
+        table_SB = np.take_along_axis(held_SB, column_SB, axis=1).astype(np.int64)
         begin_S, few = np.cumsum(rows_S) - rows_S, np.flatnonzero(rows_S == 1)
         tiles = [
             self._decodes(begin_S[group_G], kv_len_S[group_G] - 1, table_SB[group_G], window)
@@ -156,7 +157,8 @@ def _attend(tiles: Tiles, q_WNH: Tensor, cache: tuple[Tensor, Tensor]) -> Tensor
     for x, j in np.ndindex(chunks, kv_heads):
         torch.bmm(q_JZMH[j], k_XJZCH[x, j].transpose(1, 2), out=scores_XJZMC[x, j])
     hidden_XZRC = tiles.hidden_XZRC
-    scores_XJZMC.unflatten(3, (height, -1)).masked_fill_(hidden_XZRC[:, None, :, :, None], -torch.inf)
+    by_row_XJZRGC = scores_XJZMC.view(chunks, kv_heads, count, height, -1, chunk)
+    by_row_XJZRGC.masked_fill_(hidden_XZRC[:, None, :, :, None], -torch.inf)
     scores_XJZMC -= scores_XJZMC.amax(dim=-1).amax(dim=0).unsqueeze(-1)
     weights_XJZMC = in_whole_vectors(torch.exp, scores_XJZMC)
     totals_XJZM = weights_XJZMC.sum(dim=-1)
@@ -166,7 +168,7 @@ def _attend(tiles: Tiles, q_WNH: Tensor, cache: tuple[Tensor, Tensor]) -> Tensor
         for j in range(kv_heads):
             out_JZMH[j].baddbmm_(weights_XJZMC[x, j], v_XJZCH[x, j])
     out_JZMH /= total_JZM.unsqueeze(-1)
-    out_ZRJGH = out_JZMH.unflatten(2, (height, -1)).permute(1, 2, 0, 3, 4)
+    out_ZRJGH = out_JZMH.view(kv_heads, count, height, -1, size).permute(1, 2, 0, 3, 4)
     return out_ZRJGH.reshape(count * height, -1)[tiles.place_W]
 
 

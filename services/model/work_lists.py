@@ -6,7 +6,6 @@ Legend: S sequences, T rows of the step, M blocks of a sequence, at most.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -50,7 +49,7 @@ class WorkLists:
             warpgroups=not on_gpu or torch.cuda.get_device_capability(device) >= _HOPPER,
         )
         self.uniform = uniform
-        self._tiling = replace(tiling, narrow=tiling.wide, wide=0) if uniform else tiling
+        self._tiling = tiling.uniform() if uniform else tiling
         self._split = SPLIT if uniform else None
 
     def planners(self, *, rows: int, sequences: int, positions: int) -> Planners:

@@ -28,7 +28,7 @@ SERIAL: Final = 32_768
 def linear(x_TI: Tensor, w_OI: Tensor, bias_O: Tensor | None) -> Tensor:
     """:func:`moe_kernels.invariant.op.linear`, its arguments checked; at least one row."""
     rows, (x_TI, w_OI) = len(x_TI), (whole_columns(part) for part in (x_TI, w_OI))
-    blocks = F.pad(x_TI, (0, 0, 0, -rows % ROWS)).split(ROWS)
+    blocks = torch.split(F.pad(x_TI, (0, 0, 0, -rows % ROWS)), ROWS)
     if len(blocks) == 1:
         return F.linear(blocks[0], w_OI, bias_O)[:rows]
     return torch.cat([F.linear(block, w_OI, bias_O) for block in blocks])[:rows]
@@ -62,7 +62,7 @@ def in_whole_vectors(op: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     filler = -x.numel() % VECTOR
     flat = F.pad(x.flatten(), (0, filler)) if filler else x.flatten()
     out = torch.empty_like(flat)
-    for part, result in zip(flat.split(SERIAL), out.split(SERIAL), strict=True):
+    for part, result in zip(torch.split(flat, SERIAL), torch.split(out, SERIAL), strict=True):
         result.copy_(op(part))
     return out[: x.numel()].view(x.shape)
 
@@ -82,6 +82,6 @@ def _blocks(ends_E: Tensor) -> tuple[Tensor, list[int]]:
 
 def _products(x_PI: Tensor, w_EOI: Tensor, expert_B: list[int]) -> Tensor:
     out_PO, x_PI, w_EOI = x_PI.new_empty(len(x_PI), w_EOI.shape[1]), whole_columns(x_PI), whole_columns(w_EOI)
-    for x_RI, out_RO, expert in zip(x_PI.split(ROWS), out_PO.split(ROWS), expert_B, strict=True):
+    for x_RI, out_RO, expert in zip(torch.split(x_PI, ROWS), torch.split(out_PO, ROWS), expert_B, strict=True):
         torch.mm(x_RI, w_EOI[expert].t(), out=out_RO)
     return out_PO

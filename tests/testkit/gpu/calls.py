@@ -7,7 +7,6 @@ Each entry of :data:`SERVED` and :data:`OFFERED` is a call with tensors that hav
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -117,7 +116,7 @@ def attention(
         multiprocessors=torch.cuda.get_device_properties(0).multi_processor_count,
         warpgroups=torch.cuda.get_device_capability(0) >= (9, 0),
     )  # fmt: skip
-    tiling = replace(tiling, narrow=tiling.wide, wide=0) if uniform else tiling
+    tiling = tiling.uniform() if uniform else tiling
     planner = Planner(
         tiling, rows=rows, sequences=sequences, positions=positions, window=window, split=4096 if uniform else None
     )

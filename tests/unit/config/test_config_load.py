@@ -533,9 +533,6 @@ def test_what_does_not_fit_together_is_refused(role: str, argv: str, problem: st
     ("role", "argv"),
     [
         ("attention", f"{_REMOTE} --overlap on"),
-        ("attention", f"{_REMOTE} --batch-invariant True"),
-        ("experts", f"{_SECRET} --batch-invariant True"),
-        ("colocated", f"{_SECRET} --batch-invariant True"),
         ("attention", f"{_REMOTE} --fabric-lane auto --fabric-tls-ca ca --fabric-tls-name a.svc"),
         ("experts", f"{_TLS} --fabric-lane auto"),
         ("scheduler", "--min-replicas 2 --max-replicas 2 --min-attention 2 --max-attention 2"),
@@ -549,3 +546,8 @@ def test_what_fits_together_is_taken(role: str, argv: str) -> None:
     found, words = _load(role, argv), argv.split()
     taken = {word: str(getattr(found, word[2:].replace("-", "_"))) for word in words[::2]}
     assert taken == dict(zip(words[::2], words[1::2], strict=True))
+
+
+@pytest.mark.parametrize(("role", "argv"), [("attention", _REMOTE), ("experts", _SECRET), ("colocated", _SECRET)])
+def test_where_experts_have_seats_answers_may_be_batch_invariant(role: str, argv: str) -> None:
+    assert _load(role, f"{argv} --batch-invariant").batch_invariant
