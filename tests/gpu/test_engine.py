@@ -54,20 +54,20 @@ def test_a_crowd_changes_no_bit_of_batch_invariant_answers(dtype: torch.dtype) -
     alone = parts.engine(None, max_num_seqs=1, kv_blocks=64, prefix_cache=False, **sizes)
     crowded = parts.engine(CudaCapture(GPU), max_num_seqs=48, kv_blocks=200, lookahead="all", **sizes)
     crowded.prepare()
-    wanted = {each.id: _told(alone, [each])[each.id] for each in requests}
-    assert _told(crowded, requests) == wanted
+    wanted = {each.id: _answers(alone, [each])[each.id] for each in requests}
+    assert _answers(crowded, requests) == wanted
     stats = crowded.stats()
     assert min(stats.graph_steps, stats.steps_ahead, stats.preemptions) > 0
 
 
-def _told(engine: Engine[Any], requests: list[GenerateRequest]) -> dict[str, list[Any]]:
+def _answers(engine: Engine[Any], requests: list[GenerateRequest]) -> dict[str, list[Any]]:
     """By request its tokens and their log-probabilities."""
-    told: dict[str, list[Any]] = {each.id: [] for each in requests}
+    answers: dict[str, list[Any]] = {each.id: [] for each in requests}
     for each in requests:
         engine.add(each)
     while engine.has_work:
         for event in engine.step():
             assert event.error is None, event.error
             if event.token_id is not None:
-                told[event.request_id].append((event.token_id, event.logprob))
-    return told
+                answers[event.request_id].append((event.token_id, event.logprob))
+    return answers

@@ -47,7 +47,7 @@ def _requests() -> list[GenerateRequest]:
     return asked
 
 
-def _told(events: list[TokenEvent]) -> list[Any]:
+def _answer(events: list[TokenEvent]) -> list[Any]:
     """Tokens, and the scores of tokens, as what they are equal by: all their bits."""
     drawn = [(event.token_id, event.logprob) for event in events if event.token_id is not None]
     return [drawn, prompt_scores(events)]
@@ -55,9 +55,9 @@ def _told(events: list[TokenEvent]) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def wanted(tiny: Any) -> dict[str, list[Any]]:
-    """What each request is told where it is alone."""
+    """The answer to each request where it is alone."""
     engine = _parts(tiny, InvariantProducts()).engine(None, **ROOMY, prefix_cache=False)
-    return {request.id: _told(run(engine, request)[request.id]) for request in _requests()}
+    return {request.id: _answer(run(engine, request)[request.id]) for request in _requests()}
 
 
 @pytest.mark.parametrize("overlap", ["off", "on"])
@@ -68,7 +68,7 @@ def test_a_crowd_changes_no_bit(tiny: Any, wanted: dict[str, list[Any]], overlap
         overlap=OverlapPolicy(overlap),
     )  # fmt: skip
     found = run(engine, *_requests())
-    assert {name: _told(events) for name, events in found.items()} == wanted
+    assert {name: _answer(events) for name, events in found.items()} == wanted
     stats = engine.stats()
     assert min(stats.preemptions, stats.prefix_hit_tokens, stats.prefill_chunks) > 0
     assert (stats.overlapped_steps > 0) == (overlap == "on")
@@ -91,6 +91,6 @@ def test_a_crowd_changes_bits_of_the_fastest_products(tiny: Any) -> None:
     """Otherwise the test above shows nothing."""
     parts = _parts(tiny, FastestProducts())
     alone = parts.engine(None, **ROOMY, prefix_cache=False)
-    wanted = {request.id: _told(run(alone, request)[request.id]) for request in _requests()}
+    wanted = {request.id: _answer(run(alone, request)[request.id]) for request in _requests()}
     found = run(parts.engine(None, **CROWDED), *_requests())
-    assert {name: _told(events) for name, events in found.items()} != wanted
+    assert {name: _answer(events) for name, events in found.items()} != wanted
