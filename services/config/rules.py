@@ -266,6 +266,14 @@ def _traces_have_a_place(settings: Settings, role: Role | None) -> None:
         )
 
 
+def _ranks_share_sums(settings: Settings, role: Role | None) -> None:
+    if settings.batch_invariant and settings.layout == "lockstep" and role in (None, ATTENTION):
+        raise ConfigError(
+            "--batch-invariant cannot be combined with --layout lockstep: each rank adds up what it holds of a token.",
+            hint="Choose --layout local, disaggregated or colocated, or leave --batch-invariant out.",
+        )
+
+
 def _connects(settings: Settings, role: Role | None) -> bool:
     """Returns whether rows go between this process and attention or expert workers."""
     return role == EXPERTS or (role == ATTENTION and settings.uses_seats)
@@ -287,6 +295,7 @@ RULES: tuple[Rule, ...] = (
     _overlap_has_an_exchange,
     _ranks_can_meet,
     _slices_divide_the_ranks,
+    _ranks_share_sums,
     _rows_have_a_secret,
     _names_are_proven,
     _encrypted_rows_have_no_lane,

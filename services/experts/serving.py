@@ -32,6 +32,7 @@ from services.metrics import CHECKPOINT, PEER, WeightSource
 from services.model.device import into_memory
 from services.model.digests import read_digests
 from services.model.experts import ExpertShard, ExpertWeights
+from services.model.products import products_of
 from services.model.progress import Stoppable, loading_progress
 from services.model.spec import ModelSpec
 from services.model.weights import load_experts
@@ -170,7 +171,8 @@ class Loader:
         given_by_peer = self._given(group, stopped)
         weights = given_by_peer or self._read(group, stopped)
         loaded = PEER if given_by_peer else CHECKPOINT, time.perf_counter() - began
-        shard = ExpertShard(weights, num_experts=self._spec.num_experts)
+        products = products_of(batch_invariant=self._settings.batch_invariant)
+        shard = ExpertShard(weights, num_experts=self._spec.num_experts, products=products)
         if self._device.type == "cuda":
             _warm(shard, group, self._spec.hidden_size, self._dtype, self._device)
         memory = self._shared_memory(group, shard)
@@ -249,6 +251,7 @@ class Loader:
             dtype=NAMES[self._dtype],
             seat=seat,
             package=self._version,
+            batch_invariant=self._settings.batch_invariant,
         )
 
 

@@ -27,9 +27,11 @@ from moe_kernels import route
 from moe_kernels.add_rms_norm.op import add_rms_norm
 from moe_kernels.qk_norm_rope.op import qk_norm_rope_write
 from services.model.inputs import PagedKV, StepInputs
-from services.model.paged_attention import AttentionPlan, WindowPlanner, attend, compute_dtype
+from services.model.paged_attention import AttentionPlan, WindowPlan, WindowPlanner, attend, compute_dtype
+from services.model.products import FastestProducts, Products
 from services.model.rope import cos_sin, inverse_frequencies
 from services.model.spec import ModelSpec
+from services.model.tiled_attention import TilePlanner
 from services.model.weights import DenseWeights, FfnWeights, LayerWeights
 from services.model.work_lists import WorkLists
 
@@ -42,10 +44,14 @@ class DenseModel:
 
     Rows never mix but in :meth:`attention`, and there only within a sequence. Call it under
     ``torch.inference_mode()``.
+
+    Args:
+        products: how rows are multiplied.
     """
 
-    def __init__(self, spec: ModelSpec, weights: DenseWeights) -> None:
+    def __init__(self, spec: ModelSpec, weights: DenseWeights, products: Products | None = None) -> None:
         self.spec = spec
+        self.products = products or FastestProducts()
         self.dtype = weights.embed_VD.dtype
         self.device = weights.embed_VD.device
         self._weights = weights
@@ -54,26 +60,38 @@ class DenseModel:
         self._frequency_I = inverse_frequencies(spec.rope, spec.head_dim).to(self.device)
         self._work_lists: WorkLists | None = None
         if self.device.type == "cuda":
-            self._work_lists = WorkLists(spec, dtype=self.attention_dtype, device=self.device)
+            self._work_lists = self.work_lists()
+
+    def work_lists(self) -> WorkLists:
+        """Return what plans attention by work lists for this model."""
+        uniform = self.products.invariant
+        return WorkLists(self.spec, dtype=self.attention_dtype, device=self.device, uniform=uniform)
 
     def plan(self, inputs: StepInputs, block_size: int) -> AttentionPlan:
         """Plan this step's attention, once for all layers. ``block_size`` is the KV cache's."""
         if inputs.paged is None and self._work_lists is not None:
             inputs = replace(inputs, paged=self._work_lists.of(inputs, block_size))
-        planner = WindowPlanner(
-            block_size=block_size,
-            kv_size=self.spec.kv_size,
-            mask_dtype=self.attention_dtype,
-            device=self.device,
+        cos_T1H, sin_T1H = cos_sin(
+            inputs.positions_T, self._frequency_I, self.spec.rope.attention_factor, self.products.each
         )
-        cos_T1H, sin_T1H = cos_sin(inputs.positions_T, self._frequency_I, self.spec.rope.attention_factor)
         windows = {layer.window for layer in self.spec.layers}
         return AttentionPlan(
             slots_T=inputs.slots_T,
             cos_T1H=cos_T1H,
             sin_T1H=sin_T1H,
-            by_window={window: planner.plan(inputs, window) for window in windows},
+            by_window={window: self._window_plan(inputs, window, block_size) for window in windows},
         )
+
+    def _window_plan(self, inputs: StepInputs, window: int | None, block_size: int) -> WindowPlan:
+        if self.products.invariant and inputs.paged is None:
+            planner = TilePlanner(self.spec, block_size, self.device)
+            return WindowPlan(decode=(), prompts=(), tiles=planner.plan(inputs, window))
+        return WindowPlanner(
+            block_size=block_size,
+            kv_size=self.spec.kv_size,
+            mask_dtype=self.attention_dtype,
+            device=self.device,
+        ).plan(inputs, window)
 
     def embed(self, token_ids_T: Tensor) -> Tensor:
         """Return the rows ``x_TD`` that run through the layers."""
@@ -88,7 +106,7 @@ class DenseModel:
         """
         weights, window_plan = self._weights.layers[layer], plan.by_window[self.spec.layers[layer].window]
         x_TD, h_TD = self._norm(x_TD, added, weights.attention_norm_D)
-        qkv_TO = F.linear(h_TD, weights.qkv_OD, weights.qkv_bias_O).to(self.attention_dtype)
+        qkv_TO = self.products.linear(h_TD, weights.qkv_OD, weights.qkv_bias_O).to(self.attention_dtype)
         cache = kv.layer(layer)
         q_TNH, own = qk_norm_rope_write(
             qkv_TO,
@@ -100,10 +118,10 @@ class DenseModel:
             weight_CH=self._qk_norms[layer],
             eps=self.spec.rms_eps,
             clip=self.spec.clip_qkv,
-            kv=window_plan.paged is None,
+            kv=window_plan.reads_own,
         )
         out_TE = attend(window_plan, q_TNH, own, cache)
-        return x_TD, F.linear(out_TE.to(self.dtype), weights.o_DO, weights.o_bias_D)
+        return x_TD, self.products.linear(out_TE.to(self.dtype), weights.o_DO, weights.o_bias_D)
 
     def ffn_input(self, layer: int, x_TD: Tensor, y_TD: Tensor) -> tuple[Tensor, Tensor]:
         """Return the rows with ``y_TD``, and normalised as router, experts and dense networks read them."""
@@ -119,7 +137,7 @@ class DenseModel:
         assert router_ED is not None, f"layer {layer} has no experts"
         flags = self.spec.router
         return route(
-            F.linear(h_TD.float(), router_ED),
+            self.products.linear(h_TD.float(), router_ED),
             top_k=self.spec.top_k,
             score=flags.score,
             order=flags.order,
@@ -132,7 +150,7 @@ class DenseModel:
         """Return the output ``y_TD`` of a layer without experts, to be added to the rows."""
         ffn = self._weights.layers[layer].ffn
         assert ffn is not None, f"layer {layer} has no dense network"
-        return _ffn(ffn, h_TD)
+        return self._ffn(ffn, h_TD)
 
     def shared_expert(self, layer: int, h_TD: Tensor) -> Tensor | None:
         """Return gated output ``y_TD`` of the expert that every row passes; None if the model has no such expert."""
@@ -140,12 +158,17 @@ class DenseModel:
         if weights.ffn is None:
             return None
         assert weights.shared_gate_1D is not None, f"layer {layer} has no shared expert"
-        return torch.sigmoid(F.linear(h_TD, weights.shared_gate_1D)) * _ffn(weights.ffn, h_TD)
+        gate_T1 = self.products.each(torch.sigmoid, self.products.linear(h_TD, weights.shared_gate_1D))
+        return gate_T1 * self._ffn(weights.ffn, h_TD)
 
     def logits(self, x_RD: Tensor) -> Tensor:
         """Return the logits ``logits_RV``, float32, of rows after the last layer."""
         _, h_RD = self._norm(x_RD, (), self._weights.norm_D)
-        return F.linear(h_RD, self._weights.lm_head_VD).float()
+        return self.products.linear(h_RD, self._weights.lm_head_VD).float()
+
+    def _ffn(self, weights: FfnWeights, h_TD: Tensor) -> Tensor:
+        gate_TF, up_TF = self.products.linear(h_TD, weights.gate_up_2FD).chunk(2, dim=1)
+        return self.products.linear(self.products.each(F.silu, gate_TF).mul_(up_TF), weights.down_DF)
 
     def _norm(self, x_TD: Tensor, added: Added, weight_D: Tensor) -> tuple[Tensor, Tensor]:
         y_TD, z_TD = [*added, None, None][:2]
@@ -164,8 +187,3 @@ class DenseModel:
 def summed(x_TD: Tensor, added: Added) -> Tensor:
     """Return the rows with what was added to them."""
     return x_TD + (added[0] if len(added) == 1 else added[0] + added[1]) if added else x_TD
-
-
-def _ffn(weights: FfnWeights, h_TD: Tensor) -> Tensor:
-    gate_TF, up_TF = F.linear(h_TD, weights.gate_up_2FD).chunk(2, dim=1)
-    return F.linear(F.silu(gate_TF).mul_(up_TF), weights.down_DF)

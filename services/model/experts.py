@@ -12,8 +12,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from moe_kernels import fused_moe
 from services.errors import ConfigError
+from services.model.products import FastestProducts, Products
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,10 +54,13 @@ class ExpertShard:
     Args:
         layers: layer index -> the experts of that layer that are here.
         num_experts: experts per layer in the whole model.
+        products: how rows are multiplied.
     """
 
-    def __init__(self, layers: Mapping[int, ExpertWeights], *, num_experts: int) -> None:
-        self._layers = dict(layers)
+    def __init__(
+        self, layers: Mapping[int, ExpertWeights], *, num_experts: int, products: Products | None = None
+    ) -> None:
+        self._layers, self._products = dict(layers), products or FastestProducts()
         self._slots = {layer: _slot_of_expert(held, num_experts) for layer, held in layers.items()}
 
     def by_layer(self) -> dict[int, Callable[[Tensor, Tensor, Tensor], Tensor]]:
@@ -77,7 +80,7 @@ class ExpertShard:
         """
         held = self._layers[layer]
         weights = held.w_gate_up_E2FD, held.w_down_EDF
-        return fused_moe(x_TD, *weights, expert_ids_TK, weights_TK, local_E=self._slots[layer])
+        return self._products.experts(x_TD, *weights, expert_ids_TK, weights_TK, self._slots[layer])
 
 
 def _slot_of_expert(held: ExpertWeights, num_experts: int) -> Tensor | None:

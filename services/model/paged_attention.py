@@ -3,7 +3,7 @@ layer's queries, keys and values come in, and the attention output of each row g
 
 Where a step is ``paged``, as all steps on a GPU are, one kernel takes all rows: ``paged_decode`` where each sequence
 has one, ``paged_attention`` by work lists where some have more (:mod:`services.model.work_lists`). Elsewhere torch
-computes it.
+computes it, here or, where no row may notice the others, in :mod:`services.model.tiled_attention`.
 
 Decode rows (one new token) of sequences of similar length share one call: a group is padded to its longest sequence by
 reading blocks of each sequence again. A prompt piece is a call of its own.
@@ -24,7 +24,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from moe_kernels.paged_attention.op import paged_attention
 from moe_kernels.paged_decode.op import paged_decode
+from services.model import tiled_attention
 from services.model.inputs import DecodeRows, PagedPieces, PagedRows, SequenceRows, StepInputs
+from services.model.length_groups import group_by_length
+from services.model.tiled_attention import Tiles
 from services.model.transfer import upload
 
 KeysValues = tuple[Tensor, Tensor]
@@ -59,12 +62,19 @@ class PromptPiece:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WindowPlan:
-    """The attention calls of a layer with one window size. With ``paged`` there is one call, of all rows."""
+    """The attention calls of a layer with one window size. With ``paged`` there is one call, of all rows; with
+    ``tiles`` these have them all."""
 
     decode: tuple[DecodeGroup, ...]
     prompts: tuple[PromptPiece, ...]
     paged: PagedRows | PagedPieces | None = None
     window: int | None = None
+    tiles: tuple[Tiles, ...] = ()
+
+    @property
+    def reads_own(self) -> bool:
+        """Whether the step's keys and values are needed besides the cache, where they may have been rounded."""
+        return self.paged is None and not self.tiles
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -156,27 +166,6 @@ class WindowPlanner:
         return mask_RL.masked_fill_(hidden_RL, -torch.inf)
 
 
-def group_by_length(length_B: NDArray[np.int64], call_cost: float) -> Iterator[NDArray[np.int64]]:
-    """Yield the indices of ``length_B``, split into groups so that padding each to its longest costs little.
-
-    A cut saves the padding of everything below it and costs ``call_cost``. The best cut is made first, then both sides
-    are looked at again. The longest group comes first; indices within a group ascend.
-
-    >>> [group_G.tolist() for group_G in group_by_length(np.array([1, 90, 2, 100]), call_cost=20)]
-    [[1, 3], [0, 2]]
-    """
-    pending = [np.argsort(-length_B, kind="stable")] if len(length_B) else []
-    while pending:
-        order = pending.pop()
-        sorted_lengths = length_B[order]
-        savings = (sorted_lengths[0] - sorted_lengths) * np.arange(len(order), 0, -1)
-        cut = int(savings.argmax())
-        if savings[cut] <= call_cost:
-            yield np.sort(order)
-        else:
-            pending += [order[cut:], order[:cut]]
-
-
 def compute_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     """Return the dtype of attention: on a CPU float32, because its half-precision kernels are several times slower."""
     return torch.float32 if device.type == "cpu" else dtype
@@ -186,7 +175,7 @@ def attend(plan: WindowPlan, q_TNH: Tensor, own: KeysValues | None, cache: KeysV
     """Return the attention output ``out_TE`` with E = N x H, in ``q``'s dtype.
 
     Args:
-        own: the step's keys and values ``[T, K, H]``, which are already in ``cache``, too; not needed if it is paged.
+        own: the step's keys and values ``[T, K, H]``, which are already in ``cache``, too; if the plan needs them.
         cache: ``(k_NBKH, v_NBKH)`` of the layer.
     """
     paged = plan.paged
@@ -194,6 +183,8 @@ def attend(plan: WindowPlan, q_TNH: Tensor, own: KeysValues | None, cache: KeysV
         return paged_attention(q_TNH, *cache, paged.blocks_SM, paged.work[plan.window]).flatten(1)
     if paged is not None:
         return paged_decode(q_TNH, *cache, paged.blocks_BM, paged.kv_len_B, window=plan.window).flatten(1)
+    if plan.tiles:
+        return tiled_attention.attend(plan.tiles, q_TNH, cache)
     if len(plan.decode) == 1 and plan.decode[0].rows_B is None:
         return _decode(plan.decode[0], q_TNH, cache)
     out_TE = q_TNH.new_empty(q_TNH.shape[0], q_TNH.shape[1] * q_TNH.shape[2])

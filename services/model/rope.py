@@ -6,6 +6,7 @@ Legend: T rows, N heads, H head dimension, I = H / 2 frequencies.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -26,10 +27,19 @@ def inverse_frequencies(rope: RopeSpec, head_dim: int) -> Tensor:
     return frequency_I
 
 
-def cos_sin(positions_T: Tensor, frequency_I: Tensor, attention_factor: float) -> tuple[Tensor, Tensor]:
-    """Return ``cos`` and ``sin`` for :func:`rotate`: float32 ``[T, 1, H]``, the sign of the rotation in ``sin``."""
+def cos_sin(
+    positions_T: Tensor,
+    frequency_I: Tensor,
+    attention_factor: float,
+    each: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor] = lambda op, x: op(x),
+) -> tuple[Tensor, Tensor]:
+    """Return ``cos`` and ``sin`` for :func:`rotate`: float32 ``[T, 1, H]``, the sign of the rotation in ``sin``.
+
+    Args:
+        each: applies a function to each element.
+    """
     angle_TI = positions_T.unsqueeze(1).float() * frequency_I
-    cos_TI, sin_TI = angle_TI.cos() * attention_factor, angle_TI.sin() * attention_factor
+    cos_TI, sin_TI = (each(op, angle_TI) * attention_factor for op in (torch.cos, torch.sin))
     return torch.cat((cos_TI, cos_TI), dim=1).unsqueeze(1), torch.cat((-sin_TI, sin_TI), dim=1).unsqueeze(1)
 
 

@@ -22,6 +22,9 @@ Planners = Mapping[int | None, Planner]
 """A planner for each window of the model's layers."""
 _HOPPER = (9, 0)
 _CPU_PROGRAMS = 8
+SPLIT = 4096
+"""Positions after which a uniform list cuts what a row sees. Less would keep more programs busy with long sequences,
+and take more memory for the sums of parts: each row of a step has as many as the longest sequence."""
 
 
 class WorkLists:
@@ -29,13 +32,15 @@ class WorkLists:
 
     Args:
         dtype: of the queries.
+        uniform: a row meets its positions in the same tiles and parts whatever the step has besides it: there is one
+            kind of tile, that of prompts, for all rows, and sequences are cut where :data:`SPLIT` says.
     """
 
-    def __init__(self, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device, uniform: bool = False) -> None:
         on_gpu = device.type == "cuda"
         self._windows = {layer.window for layer in spec.layers}
         self._device = device
-        self._tiling = tiling_for(
+        tiling = tiling_for(
             heads=spec.num_heads,
             kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
@@ -43,11 +48,16 @@ class WorkLists:
             multiprocessors=torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else _CPU_PROGRAMS,
             warpgroups=not on_gpu or torch.cuda.get_device_capability(device) >= _HOPPER,
         )
+        self.uniform = uniform
+        self._tiling = tiling.uniform() if uniform else tiling
+        self._split = SPLIT if uniform else None
 
     def planners(self, *, rows: int, sequences: int, positions: int) -> Planners:
         """Return planners for steps of ``rows`` rows of at most so many sequences of at most so many positions."""
         return {
-            window: Planner(self._tiling, rows=rows, sequences=sequences, positions=positions, window=window)
+            window: Planner(
+                self._tiling, rows=rows, sequences=sequences, positions=positions, window=window, split=self._split
+            )
             for window in self._windows
         }
 
@@ -55,7 +65,7 @@ class WorkLists:
         """Return the attention of a step with at least one row, whose tensors nothing will fill again."""
         rows_S, kv_len_S, table_SM = sequences_of(inputs, block_size)
         blocks_SM = upload(table_SM, self._device)
-        if not inputs.sequences:
+        if not inputs.sequences and not self.uniform:
             return PagedRows(kv_len_B=upload(kv_len_S.astype(np.int32), self._device), blocks_BM=blocks_SM)
         planners = self.planners(
             rows=len(inputs.token_ids_T), sequences=len(rows_S), positions=table_SM.shape[1] * block_size

@@ -120,7 +120,7 @@ def test_the_last_release_reads_the_facts_of_this_one() -> None:
     """An array of msgpack: it takes the first ten, and reads no more than that."""
     mine = msgspec.msgpack.decode(msgspec.msgpack.encode(HELLO))
     assert mine[:10] == msgspec.msgpack.decode(bytes.fromhex(FACTS))
-    assert mine[10:] == [1, 1, ""]
+    assert mine[10:] == [1, 1, "", False]
 
 
 def test_handles_and_ranks_of_the_last_release_are_read() -> None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from testkit.gpu.decode_bench import Parts, load, request, run
 from testkit.pocket.answers import END, MAX_TOKENS, POCKET, recorded
 
 from services.attention.step.cuda_graphs import CudaCapture
+from services.attention.step.engine import Engine
 from services.attention.step.pipeline import Lookahead
+from services.messages import GenerateRequest
+from services.model.products import InvariantProducts
 
 pytestmark = pytest.mark.gpu1
 GPU = torch.device("cuda", 0)
@@ -38,3 +43,31 @@ def test_answers_are_the_recorded_ones(pocket: Parts, graphs: bool, lookahead: L
 
 def _said(token_ids: list[int]) -> list[int]:
     return [token for token in token_ids if token != END]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_a_crowd_changes_no_bit_of_batch_invariant_answers(dtype: torch.dtype) -> None:
+    """Tokens and log-probabilities: among others by graph, with prompts in pieces and little cache; alone, eagerly."""
+    parts = load(POCKET / "model", GPU, dtype, InvariantProducts())
+    requests = [request(one["id"], one["prompt_ids"], MAX_TOKENS, logprobs=5) for one in recorded()[:64]]
+    sizes = {"max_num_batched_tokens": 256, "max_model_len": 512}
+    alone = parts.engine(None, max_num_seqs=1, kv_blocks=64, prefix_cache=False, **sizes)
+    crowded = parts.engine(CudaCapture(GPU), max_num_seqs=48, kv_blocks=200, lookahead="all", **sizes)
+    crowded.prepare()
+    wanted = {each.id: _answers(alone, [each])[each.id] for each in requests}
+    assert _answers(crowded, requests) == wanted
+    stats = crowded.stats()
+    assert min(stats.graph_steps, stats.steps_ahead, stats.preemptions) > 0
+
+
+def _answers(engine: Engine[Any], requests: list[GenerateRequest]) -> dict[str, list[Any]]:
+    """By request its tokens and their log-probabilities."""
+    answers: dict[str, list[Any]] = {each.id: [] for each in requests}
+    for each in requests:
+        engine.add(each)
+    while engine.has_work:
+        for event in engine.step():
+            assert event.error is None, event.error
+            if event.token_id is not None:
+                answers[event.request_id].append((event.token_id, event.logprob))
+    return answers

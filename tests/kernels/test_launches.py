@@ -26,6 +26,8 @@ SPILLS: dict[str, set[str]] = {
     "experts-bf16-512-odd": {"swapped_gemm_kernel"},
     "experts-fp32-512": {"grouped_gemm_kernel"},
     "experts-fp32-512-odd": {"grouped_gemm_kernel"},
+    **{f"invariant-{call}": {"grouped_gemm_kernel"} for call in ("experts-fp32", "linear-fp32")},
+    **{f"invariant-{call}": {"grouped_gemm_kernel"} for call in ("experts-bf16-odd", "linear-bf16-odd")},
     **{call: {"clear_absent_kernel"} for call in MORE if call.startswith("trained-mlp")},
     "trained-mlp-fp32-odd": {"clear_absent_kernel", "grouped_gemm_kernel"},
     "trained-linear-bf16": {"clear_absent_kernel"},

@@ -39,13 +39,13 @@ def fused_moe(
     if plan is not None:
         ends_E, order_N = plan.ends_E, plan.order_S[: int(plan.ends_E[-1])].long()
     else:
-        order_N, ends_E = _group_by_expert(local_ids(ids_TK, experts, keep_T, local_E).flatten(), experts)
+        order_N, ends_E = group_by_expert(local_ids(ids_TK, experts, keep_T, local_E).flatten(), experts)
     x_ND = x_TD[order_N // slots]
     if weights_on == "input":
         x_ND = (x_ND * weights_TK.flatten()[order_N].unsqueeze(1)).to(x_ND.dtype)  # a product in float32
         weights_TK = torch.ones_like(weights_TK)
     h_NF = activate(_grouped_linear(x_ND, w_in, bias_in, ends_E), activation)
-    return _combine(_grouped_linear(h_NF, w_down, bias_down, ends_E), order_N, weights_TK).to(x_TD.dtype)
+    return combine_pairs(_grouped_linear(h_NF, w_down, bias_down, ends_E), order_N, weights_TK).to(x_TD.dtype)
 
 
 def experts_of_rows(counts_E: Tensor, rows: int) -> Tensor:
@@ -59,7 +59,7 @@ def as_tensor(weight: Weight, dtype: torch.dtype) -> Tensor:
     return dequantize_experts(weight, dtype) if isinstance(weight, QuantisedWeight) else weight
 
 
-def _group_by_expert(ids_S: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+def group_by_expert(ids_S: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     """The pairs that have an expert here, sorted by expert, and where each expert's run ends (int32)."""
     sorted_S, order_S = ids_S.sort(stable=True)
     ids_E = torch.arange(experts, device=ids_S.device, dtype=ids_S.dtype)
@@ -78,7 +78,7 @@ def _grouped_linear(x_NI: Tensor, w_EOI: Tensor, bias_EO: Tensor | None, ends_E:
     return out_NO + bias_EO[torch.searchsorted(ends_E, rows_N, right=True)]
 
 
-def _combine(out_ND: Tensor, order_N: Tensor, weights_TK: Tensor) -> Tensor:
+def combine_pairs(out_ND: Tensor, order_N: Tensor, weights_TK: Tensor) -> Tensor:
     """float32 sum over each row's slots, slot 0 first. Explicit, because ``sum`` adds in an order of its own."""
     rows, slots = weights_TK.shape
     hidden = out_ND.shape[1]

@@ -7,7 +7,7 @@ once for all of them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from moe_kernels.arguments import check_count, require
@@ -16,6 +16,8 @@ LEAST_LINES: Final = 16
 """Of a tile: what tensor cores multiply at least."""
 _TILE_BYTES: Final = 16_384
 """Of keys, and as many of values."""
+_UNIFORM_LINES: Final = 64
+"""Of tiles for all rows, unless the heads of a row are more: taller ones need more registers than there are."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,6 +52,13 @@ class Tiling:
     @property
     def wide_rows(self) -> int:
         return self.wide // self.group
+
+    def uniform(self) -> Tiling:
+        """One kind of tile for decodes and prompts: what a row meets does not depend on how many come with it.
+
+        Example: narrow tiles of 16 lines and wide ones of 64: of 64 lines, all; of 128 and 256: of 128.
+        """
+        return replace(self, narrow=self.wide if self.wide <= _UNIFORM_LINES else self.narrow, wide=0)
 
 
 def tiling_for(

@@ -27,6 +27,7 @@ from services.metrics import CHECKPOINT
 from services.model.dense import DenseModel
 from services.model.device import check_device, into_memory, serving_dtype, torch_device
 from services.model.experts import ExpertShard
+from services.model.products import Products, products_of
 from services.model.progress import Progress, loading_progress
 from services.model.spec import ModelSpec
 from services.model.weight_source import FromCheckpoint, WeightSource
@@ -50,6 +51,8 @@ class ServedModel:
     device: torch.device
     dtype: torch.dtype
     fitting: Fitting
+    products: Products
+    """How rows are multiplied, by the model and by experts in this process."""
     weights: WeightSource = field(default_factory=FromCheckpoint)
 
 
@@ -167,7 +170,15 @@ def served_model(settings: Settings, *, rank: int | None = None, weights: Weight
         fitting.check_weights()
     else:
         fitting.given()
-    return ServedModel(folder=settings.model, spec=spec, device=device, dtype=dtype, fitting=fitting, weights=weights)
+    return ServedModel(
+        folder=settings.model,
+        spec=spec,
+        device=device,
+        dtype=dtype,
+        fitting=fitting,
+        products=products_of(batch_invariant=settings.batch_invariant),
+        weights=weights,
+    )
 
 
 def load_model(served: ServedModel, progress: Progress) -> DenseModel:
@@ -180,7 +191,7 @@ def load_model(served: ServedModel, progress: Progress) -> DenseModel:
         progress=progress,
         source=served.weights,
     )
-    return DenseModel(served.spec, dense)
+    return DenseModel(served.spec, dense, served.products)
 
 
 def worker_plan(served: ServedModel, model: DenseModel, link: ExpertLink[Any] | None) -> WorkerPlan:
@@ -212,4 +223,5 @@ def _local_link(served: ServedModel, progress: Progress) -> LocalLink:
     experts = load_experts(
         served.folder, spec, dtype=served.dtype, device=served.device, progress=progress, source=served.weights
     )
-    return LocalLink(ExpertShard(experts, num_experts=spec.num_experts).by_layer(), num_experts=spec.num_experts)
+    shard = ExpertShard(experts, num_experts=spec.num_experts, products=served.products)
+    return LocalLink(shard.by_layer(), num_experts=spec.num_experts)

@@ -12,7 +12,6 @@ from services.config import Settings
 from services.fabric.nccl.lanes import lanes_for
 from services.fabric.secret import read_secret
 from services.fabric.shared_memory.link import SharedMemoryLink, SharedMemoryOptions
-from services.fabric.shared_memory.memory import PeerMemory
 from services.fabric.shared_memory.open_memory import memory_for
 from services.fabric.tcp.connect import Facts
 from services.fabric.tcp.extension import ClientExtension
@@ -72,7 +71,13 @@ def remote_link(
         memory=memory,
         device=device,
         layers=list(spec.moe_layers),
-        layout=_layout(size, spec, dtype, memory, COLOCATED_ROWS if shared_gpu else SHARED_ROWS),
+        layout=_layout(
+            size,
+            spec,
+            dtype,
+            rows=COLOCATED_ROWS if shared_gpu else SHARED_ROWS,
+            unsummed=host or settings.batch_invariant,
+        ),
         node=node_name(settings),
         options=SharedMemoryOptions(
             deadline_s=settings.exchange_timeout if host else DEADLINE_S,
@@ -83,14 +88,18 @@ def remote_link(
     )
 
 
-def _layout(size: BatchSize, spec: ModelSpec, dtype: torch.dtype, memory: PeerMemory, max_rows: int) -> Layout:
-    """Return the layout of shared memory. Between CPUs answers come unsummed: float32 gives the same tokens as TCP."""
+def _layout(size: BatchSize, spec: ModelSpec, dtype: torch.dtype, *, rows: int, unsummed: bool) -> Layout:
+    """Return the layout of shared memory for at most ``rows`` rows.
+
+    Between CPUs answers come unsummed: float32 gives the same tokens as TCP. Batch-invariant ones do, too: which
+    experts are together in a group, and so are summed there, changes.
+    """
     return Layout(
-        rows=min(max(size.max_num_seqs, size.max_num_batched_tokens), max_rows),
+        rows=min(max(size.max_num_seqs, size.max_num_batched_tokens), rows),
         hidden=spec.hidden_size,
         slots=spec.top_k,
         dtype=dtype,
-        unsummed=memory.kind == "host",
+        unsummed=unsummed,
     )
 
 
@@ -112,6 +121,7 @@ def _tcp_link(
             hidden=spec.hidden_size,
             dtype=NAMES[dtype],
             package=version("expertmesh"),
+            batch_invariant=settings.batch_invariant,
         ),
         secret=read_secret(settings.fabric_secret_file),
         tls=ClientTls(settings.fabric_tls_ca, settings.fabric_tls_name) if settings.fabric_tls_ca else None,
@@ -122,6 +132,7 @@ def _tcp_link(
         facts,
         call_s=settings.exchange_timeout,
         unavailable_s=settings.experts_timeout,
-        reduced=dtype != torch.float32,  # where sums are rounded, low bits may differ by how they are made
+        # where sums are rounded, low bits may differ by how they are made
+        reduced=dtype != torch.float32 and not settings.batch_invariant,
         extension=extension,
     )

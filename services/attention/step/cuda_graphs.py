@@ -1,9 +1,10 @@
 """Runs steps as CUDA graphs: the whole forward pass, from embedding to the last layer, in one launch.
 
 There is a graph for each number of rows that steps are rounded up to, for steps of decodes alone and for steps with
-pieces of prompts, and for each key of the link (see :meth:`services.fabric.link.ExpertLink.graph_key`). Rows, lengths,
-blocks and seats are data on the device, so the same graph serves any sequences and any expert workers. Steps that suit
-no graph (very many rows, two micro-batches, exchanges by the host) are left to the caller.
+pieces of prompts (one for both where work lists are uniform), and for each key of the link (see
+:meth:`services.fabric.link.ExpertLink.graph_key`). Rows, lengths, blocks and seats are data on the device, so the same
+graph serves any sequences and any expert workers. Steps that suit no graph (very many rows, two micro-batches,
+exchanges by the host) are left to the caller.
 Legend: T rows of the step, D hidden size.
 """
 
@@ -26,7 +27,6 @@ from services.errors import ConfigError
 from services.fabric.link import ExpertLink
 from services.model.dense import DenseModel
 from services.model.inputs import StepInputs
-from services.model.work_lists import WorkLists
 from services.runtime.collecting import no_collection
 
 HandleT = TypeVar("HandleT")
@@ -104,9 +104,11 @@ class StepGraphs(Generic[HandleT]):
             block_size=kv.block_size,
             spare_slot=kv.spare_slot,
         )
-        lists = WorkLists(model.spec, dtype=model.attention_dtype, device=device)
-        self._decodes = FixedDecodes(min(most, max_seqs), shape, device)
+        lists = model.work_lists()
         self._pieces = FixedPieces(most, max_seqs, shape, lists, device)
+        self._decodes: FixedInputs = self._pieces
+        if not lists.uniform:
+            self._decodes = FixedDecodes(min(most, max_seqs), shape, device)
         self._x_TD = torch.zeros(most, model.spec.hidden_size, dtype=model.dtype, device=device)
         self._graphs: dict[tuple[FixedInputs, int, Hashable], Callable[[], None]] = {}
         self._missed: tuple[FixedInputs, int] | None = None
@@ -126,7 +128,8 @@ class StepGraphs(Generic[HandleT]):
             ConfigError: memory does not suffice.
         """
         began = time.monotonic()
-        kinds = [(kind, rows) for kind in (self._pieces, self._decodes) for rows in reversed(kind.buckets)]
+        each = dict.fromkeys((self._pieces, self._decodes))
+        kinds = [(kind, rows) for kind in each for rows in reversed(kind.buckets)]
         for number, (kind, rows) in enumerate(kinds, start=1):  # the largest first: it sizes the pool
             try:
                 if not self._capture_rows(kind, rows):

@@ -121,6 +121,7 @@ class ExpertSettings(BaseModel):
         "faster, so that the weights of experts are read once for all of them; the low bits of results may then "
         "depend on which workers ran together",
         roles=(EXPERTS,),
+        hidden=True,
     )
 
     @property

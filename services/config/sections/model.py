@@ -40,6 +40,12 @@ class ModelSettings(BaseModel):
         common=True,
         roles=COMPUTING,
     )
+    batch_invariant: bool = setting(
+        False,
+        "compute each answer with the same bits whatever else is in the batch, whatever chunks its prompt came in and "
+        "whatever of it was cached; slower. Attention and expert workers need the same",
+        roles=COMPUTING,
+    )
     max_model_len: int | None = setting(
         None,
         "maximum length of a prompt plus its output, in tokens (default: the model's limit, or the size of the KV "

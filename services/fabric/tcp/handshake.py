@@ -51,7 +51,8 @@ class Hello(Message, frozen=True, kw_only=True):
 
     ``worker`` is an incarnation; ``max_rows`` and ``max_bytes`` are the largest call that it takes. ``lane`` is the
     kind of lane that it offers, if any, on the GPU with the UUID ``device``. The handshake fills in the versions from
-    ``oldest`` to ``newest`` that it speaks; a release that sends neither speaks version 1.
+    ``oldest`` to ``newest`` that it speaks; a release that sends neither speaks version 1. ``batch_invariant``: it
+    computes a row the same way whatever others there are; both sides must, or neither.
     """
 
     fingerprint: str
@@ -67,6 +68,7 @@ class Hello(Message, frozen=True, kw_only=True):
     oldest: int = 1
     newest: int = 1
     weights: str = ""
+    batch_invariant: bool = False
 
     @property
     def versions(self) -> Versions:
@@ -235,4 +237,10 @@ def _check_model(mine: Hello, theirs: Hello, name: str) -> None:
         raise ProtocolMismatch(
             f"{name} has rows of {theirs.hidden} x {theirs.dtype}, not of {mine.hidden} x {mine.dtype}.",
             hint="Start attention and expert workers with the same --dtype.",
+        )
+    if theirs.batch_invariant != mine.batch_invariant:
+        with_it, without = (mine, theirs) if mine.batch_invariant else (theirs, mine)
+        raise ProtocolMismatch(
+            f"{name}: worker {with_it.worker!r} computes batch-invariantly, and worker {without.worker!r} does not.",
+            hint="Start attention and expert workers both with --batch-invariant, or both without.",
         )

@@ -38,9 +38,9 @@ Serve = Callable[..., ExpertServer]
 ONES = torch.ones(3, 4)
 
 
-def hello(hidden: int = 4, dtype: str = "float32", *, seat: int = -1, **facts: str) -> Hello:
+def hello(hidden: int = 4, dtype: str = "float32", *, seat: int = -1, **facts: Any) -> Hello:
     worker = f"experts-{seat}" if seat >= 0 else "attention-0"
-    named = {"fingerprint": "model", "package": "0"} | facts
+    named: dict[str, Any] = {"fingerprint": "model", "package": "0"} | facts
     return Hello(worker=worker, hidden=hidden, dtype=dtype, seat=seat, **named)
 
 

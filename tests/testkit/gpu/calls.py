@@ -22,6 +22,7 @@ from moe_kernels.exchange.joined.op import send_joined, take_joined
 from moe_kernels.exchange.joined.room import Joined
 from moe_kernels.exchange.layout import WORDS, Layout
 from moe_kernels.exchange.op import send_answers, send_rows, sum_answers, take_rows
+from moe_kernels.invariant import op as invariant
 from moe_kernels.paged_attention.op import paged_attention
 from moe_kernels.paged_attention.planner import Planner
 from moe_kernels.paged_attention.tiling import tiling_for
@@ -106,7 +107,7 @@ def decode(
 
 def attention(
     dtype: str, heads: int, kv_heads: int, size: int, *, prompts: bool = True, block: int = 16, positions: int = 32768,
-    window: int | None = None, softcap: float | None = None, sinks: bool = False,
+    window: int | None = None, softcap: float | None = None, sinks: bool = False, uniform: bool = False,
 ) -> None:  # fmt: skip
     """paged_attention. Nothing is planned: launches do not depend on a list's contents."""
     kind, rows, sequences = DTYPES[dtype], 2048 if prompts else 256, 256
@@ -115,7 +116,10 @@ def attention(
         multiprocessors=torch.cuda.get_device_properties(0).multi_processor_count,
         warpgroups=torch.cuda.get_device_capability(0) >= (9, 0),
     )  # fmt: skip
-    planner = Planner(tiling, rows=rows, sequences=sequences, positions=positions, window=window)
+    tiling = tiling.uniform() if uniform else tiling
+    planner = Planner(
+        tiling, rows=rows, sequences=sequences, positions=positions, window=window, split=4096 if uniform else None
+    )
     words_W = empty(planner.room.words, dtype=torch.int32)
     paged_attention(
         empty(rows, heads, size, dtype=kind), *(empty(4096, block, kv_heads, size, dtype=kind) for _ in "kv"),
@@ -123,6 +127,22 @@ def attention(
         Work(words_W=words_W, room=planner.room, tiling=tiling, window=window),
         softcap=softcap, sinks_N=empty(heads, dtype=kind) if sinks else None,
     )  # fmt: skip
+
+
+def invariant_experts(dtype: str, *, shape: dict[str, int] = TUNED, local: bool = False) -> None:
+    """moe_kernels.invariant.op.experts, whose launches do not depend on the rows."""
+    E, D, F, K = (shape[name] for name in "EDFK")
+    kind, rows = DTYPES[dtype], 300
+    invariant.experts(
+        empty(rows, D, dtype=kind), empty(E, 2 * F, D, dtype=kind), empty(E, D, F, dtype=kind),
+        empty(rows, K, dtype=torch.int64), empty(rows, K), local_E=empty(2 * E, dtype=torch.int32) if local else None,
+    )  # fmt: skip
+
+
+def invariant_linear(dtype: str, inputs: int, outputs: int, *, bias: bool = False) -> None:
+    kind = DTYPES[dtype]
+    bias_O = empty(outputs, dtype=kind) if bias else None
+    invariant.linear(empty(300, inputs, dtype=kind), empty(outputs, inputs, dtype=kind), bias_O)
 
 
 def exchange(
@@ -272,6 +292,10 @@ SERVED: Calls = {
     **_decode("fp32", 8, 4, 32),
     **_attention("bf16", 32, 4, 128),
     **_attention("fp32", 32, 4, 128),
+    **_attention("bf16", 32, 4, 128, "-uniform", uniform=True),
+    **_attention("fp32", 4, 2, 64, "-uniform", uniform=True),
+    **{f"invariant-experts-{dtype}": partial(invariant_experts, dtype) for dtype in ("bf16", "fp32")},
+    **{f"invariant-linear-{dtype}": partial(invariant_linear, dtype, 2048, 5120) for dtype in ("bf16", "fp32")},
     **_exchange("bf16", 8, shared_gpu=True),
     **_exchange("fp32", 512, "-unsummed", unsummed=True),
     "combine-bf16": partial(sums, "bf16", 2048),
@@ -283,6 +307,12 @@ SERVED: Calls = {
 """Of each kernel that services launch about one variant per dtype: compiled at each commit, in a minute of CPU."""
 
 MORE: Calls = {
+    "invariant-experts-bf16-local": partial(invariant_experts, "bf16", local=True),
+    "invariant-experts-bf16-wide": partial(invariant_experts, "bf16", shape=WIDE),
+    "invariant-experts-bf16-odd": partial(invariant_experts, "bf16", shape=ODD),
+    "invariant-linear-bf16-odd": partial(invariant_linear, "bf16", 100, 36, bias=True),
+    **_attention("bf16", 16, 16, 128, "-uniform", uniform=True),
+    **_attention("bf16", 71, 1, 64, "-uniform", uniform=True),
     **_experts("bf16", 16, 64, 1024),
     **_experts("fp16", 300),
     **_experts("bf16", 300, 4096, name="-local", local=True, ids=torch.int32),

@@ -21,6 +21,7 @@ from services.messages import GenerateRequest, SamplingParams
 from services.model.dense import DenseModel
 from services.model.experts import ExpertShard, ExpertWeights
 from services.model.load_spec import load_spec
+from services.model.products import Products
 from services.model.spec import LayerSpec, ModelSpec, RopeSpec, RouterSpec
 from services.model.weights import DenseWeights, LayerWeights, load_dense, load_experts
 
@@ -45,11 +46,11 @@ class Parts:
         )
 
 
-def load(folder: Path, device: torch.device, dtype: torch.dtype) -> Parts:
+def load(folder: Path, device: torch.device, dtype: torch.dtype, products: Products | None = None) -> Parts:
     spec = load_spec(folder)
     experts = load_experts(folder, spec, dtype=dtype, device=device)
-    dense = DenseModel(spec, load_dense(folder, spec, dtype=dtype, device=device))
-    return Parts(dense, ExpertShard(experts, num_experts=spec.num_experts))
+    dense = DenseModel(spec, load_dense(folder, spec, dtype=dtype, device=device), products)
+    return Parts(dense, ExpertShard(experts, num_experts=spec.num_experts, products=products))
 
 
 def qwen3_30b(layers: int) -> ModelSpec:

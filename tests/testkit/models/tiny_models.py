@@ -16,6 +16,7 @@ from services.model.dense import Added, DenseModel, summed
 from services.model.experts import ExpertShard
 from services.model.inputs import SequenceRows, StepInputs
 from services.model.load_spec import load_spec
+from services.model.products import Products
 from services.model.spec import ModelSpec
 from services.model.weights import load_dense, load_experts
 
@@ -133,12 +134,13 @@ class ServingPath:
         device: torch.device = torch.device("cpu"),  # noqa: B008 (immutable)
         block_size: int = 4,
         blocks: int = 256,
+        products: Products | None = None,
     ) -> None:
         self.spec = load_spec(folder)
         self.device = device
-        self.model = DenseModel(self.spec, load_dense(folder, self.spec, dtype=dtype, device=device))
+        self.model = DenseModel(self.spec, load_dense(folder, self.spec, dtype=dtype, device=device), products)
         experts = load_experts(folder, self.spec, dtype=dtype, device=device)
-        shard = ExpertShard(experts, num_experts=self.spec.num_experts)
+        shard = ExpertShard(experts, num_experts=self.spec.num_experts, products=products)
         self.link = LocalLink(shard.by_layer(), num_experts=self.spec.num_experts)
         self.cache = PagedCache(self.spec, blocks=blocks, block_size=block_size, dtype=dtype, device=device)
         self._free = torch.randperm(blocks, generator=torch.Generator().manual_seed(0)).tolist()

@@ -20,6 +20,7 @@ from services.attention.step.fixed_inputs import row_buckets
 from services.attention.step.overlap import OverlapPolicy
 from services.errors import ConfigError
 from services.fabric.local import LocalLink
+from services.model.products import InvariantProducts
 
 POCKET = Path(__file__).parents[3] / "examples/pocket-moe"
 PROMPTS = [[5, 9, 11], [3], [7] * 14, [2, 4, 6, 8, 10], [90, 80, 70, 60, 50, 40, 30]]
@@ -180,6 +181,18 @@ def test_with_the_kernel_itself(tiny: Any, make_engine: MakeEngine) -> None:
     engine = make_engine(capture=record, **sizes)
     with backend.forced("triton"):
         engine.prepare()
+        assert tokens(engine, PROMPTS[:3], 3) == [tiny.greedy(prompt, 3) for prompt in PROMPTS[:3]]
+    assert engine.stats().graph_steps == engine.stats().steps
+
+
+def test_invariant_products_have_one_kind_of_graph_for_all_steps(tiny: Any, make_engine: MakeEngine) -> None:
+    """In the interpreter, all kernels of such an engine."""
+    parts = load(tiny.folder, torch.device("cpu"), torch.float32, InvariantProducts())
+    sizes: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "kv_blocks": 16, "max_model_len": 32}
+    engine = make_engine(model=parts.model, link=parts.link(), capture=record, **sizes)
+    with backend.forced("triton"):
+        engine.prepare()
+        assert engine.stats().graphs == 2, "of 8 rows and of 16"
         assert tokens(engine, PROMPTS[:3], 3) == [tiny.greedy(prompt, 3) for prompt in PROMPTS[:3]]
     assert engine.stats().graph_steps == engine.stats().steps
 

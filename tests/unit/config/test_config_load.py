@@ -494,6 +494,7 @@ def _load(role: Any, argv: str) -> Settings:
         ("attention", f"{_MET} --workers 4 --expert-slices 3", "--expert-slices 3"),
         ("attention", f"{_MET} --overlap on", "has no effect with --layout lockstep"),
         ("attention", "--layout lockstep --lockstep-address host:1", "the secret that all ranks share"),
+        ("attention", f"{_MET} --batch-invariant", "--batch-invariant cannot be combined with --layout lockstep"),
         ("attention", "--overlap on", "has no effect with --layout local"),
         ("attention", f"{_REMOTE} --fabric-tls-ca ca --fabric-lane nccl", "--fabric-lane nccl cannot be encrypted"),
         ("experts", f"{_TLS} --fabric-lane nccl", "--fabric-lane nccl cannot be encrypted"),
@@ -545,3 +546,8 @@ def test_what_fits_together_is_taken(role: str, argv: str) -> None:
     found, words = _load(role, argv), argv.split()
     taken = {word: str(getattr(found, word[2:].replace("-", "_"))) for word in words[::2]}
     assert taken == dict(zip(words[::2], words[1::2], strict=True))
+
+
+@pytest.mark.parametrize(("role", "argv"), [("attention", _REMOTE), ("experts", _SECRET), ("colocated", _SECRET)])
+def test_where_experts_have_seats_answers_may_be_batch_invariant(role: str, argv: str) -> None:
+    assert _load(role, f"{argv} --batch-invariant").batch_invariant

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.model.inputs import DecodeRows, SequenceRows, StepInputs
-from services.model.paged_attention import WindowPlan, WindowPlanner, group_by_length
+from services.model.length_groups import group_by_length
+from services.model.paged_attention import WindowPlan, WindowPlanner
 
 CPU = torch.device("cpu")
 NOTHING = torch.zeros(0, dtype=torch.int64)

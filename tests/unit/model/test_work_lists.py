@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from testkit.gpu.decode_bench import qwen3_30b
 
+from moe_kernels.paged_attention.planner import HEADER, ITEM
 from services.model.inputs import DecodeRows, PagedPieces, PagedRows, SequenceRows, StepInputs
 from services.model.paged_attention import WindowPlanner, attend
 from services.model.spec import LayerSpec
-from services.model.work_lists import WorkLists
+from services.model.work_lists import SPLIT, WorkLists
 
 CPU = torch.device("cpu")
 BLOCK = 4
@@ -85,3 +86,36 @@ def test_rows_come_out_as_by_torch(window: int | None, decodes: list[int], piece
     )
     by_list = replace(inputs, paged=paged, sequences=(), decodes=None)
     torch.testing.assert_close(attended(by_list, window), attended(inputs, window), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+def test_in_uniform_lists_a_row_meets_the_same_parts_alone_and_in_a_chunk(window: int | None) -> None:
+    """In tiles of one kind, from positions that do not depend on the chunk or on other sequences."""
+    lists = WorkLists(SPEC, dtype=torch.float32, device=CPU, uniform=True)
+    length = 2 * SPLIT + 77
+
+    def parts(rows: list[int], kv_len: list[int], of: int) -> set[tuple[int, ...]]:
+        """Where the parts that the last row of sequence ``of`` is in begin and end, that it sees anything of."""
+        planner = lists.planners(rows=sum(rows), sequences=len(rows), positions=length)[window]
+        words_W = planner.plan(rows, kv_len)
+        items = words_W[HEADER : HEADER + ITEM * words_W[0]].reshape(-1, ITEM).tolist()
+        last, position = sum(rows[: of + 1]) - 1, kv_len[of] - 1
+        oldest = 0 if window is None else position - window + 1
+        assert not any(item[7] for item in items), "there are no wide tiles"
+        mine = [item for item in items if item[0] == of and item[1] <= last < item[1] + item[2]]
+        seen = [(item[4], min(item[5], position + 1)) for item in mine if item[5] > oldest]
+        return {(max(begin, oldest // planner.tiling.length * planner.tiling.length), end) for begin, end in seen}
+
+    alone = parts([1], [length], 0)
+    assert len(alone) == (3 if window is None else 1)
+    assert parts([700], [length], 0) == alone
+    assert parts([3, 40, 1], [90, length, 17], 1) == alone
+
+
+def test_uniform_lists_are_for_decodes_too() -> None:
+    lists = WorkLists(SPEC, dtype=torch.float32, device=CPU, uniform=True)
+    inputs = step([5, 40, 17], [])
+    paged = lists.of(inputs, BLOCK)
+    assert isinstance(paged, PagedPieces)
+    by_list = replace(inputs, paged=paged, sequences=(), decodes=None)
+    torch.testing.assert_close(attended(by_list, None), attended(inputs, None), rtol=1e-4, atol=1e-4)

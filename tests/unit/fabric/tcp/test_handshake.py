@@ -62,10 +62,20 @@ def shake(
         (SECRET, hello(seat=0, weights="tuned"), FingerprintMismatch),
         (SECRET, hello(8, seat=0), ProtocolMismatch),
         (SECRET, hello(4, "bfloat16", seat=0), ProtocolMismatch),
+        (SECRET, hello(seat=0, batch_invariant=True), ProtocolMismatch),
     ],
 )
 def test_both_sides_say_why_they_part(secret: bytes, theirs: Hello, error: type[Exception]) -> None:
     assert [type(found) for found in shake(hello(weights="base"), theirs, secret=secret)] == [error, error]
+
+
+@pytest.mark.parametrize("mine", [True, False])
+def test_who_computes_batch_invariantly_is_named(mine: bool) -> None:
+    sides = hello(batch_invariant=mine), hello(seat=0, batch_invariant=not mine)
+    one, other = ("attention-0", "experts-0") if mine else ("experts-0", "attention-0")
+    words = f"worker '{one}' computes batch-invariantly, and worker '{other}' does not"
+    with pytest.raises(ProtocolMismatch, match=words):
+        tcp_handshake._check_model(*sides, "experts-0")
 
 
 @pytest.mark.parametrize(("mine", "theirs"), [("base", ""), ("", "base"), ("base", "base")])
