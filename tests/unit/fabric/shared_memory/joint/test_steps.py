@@ -171,7 +171,7 @@ def two(request: pytest.FixtureRequest, together: Callable[[set[int]], None]) ->
 def test_steps_that_begin_together_take_one_call_for_each_layer(
     rows: list[int], together: Callable[[set[int]], None]
 ) -> None:
-    seat = Seat()
+    seat = Seat(wait_s=LONG_S)
     with clients(seat, len(rows)) as links:
         together(set(range(len(rows))))
         for _ in range(2):
