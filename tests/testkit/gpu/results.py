@@ -27,7 +27,8 @@ import pytest
 ROOT = Path(__file__).parents[3]
 RECORD = ROOT / "tests/gpu_results.json"
 MAX_COMMITS = 20
-"""Most commits that may change a room after the recorded run. Time does not count: what stays as it is does not age."""
+"""Most commits that may change a room after the recorded run. A merge is none: what it brings has been counted. Time does
+not count: what stays as it is does not age."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,7 +134,7 @@ def problems(of: GpuSet, record: Mapping[str, Any], root: Path = ROOT) -> list[s
         if hashed != _content_then(room, root, record["commit"]):
             found.append(f"{of.name}: the record's {name} is not that of its commit. Record a run of a clean tree.")
             continue
-        since = int(_git(root, "rev-list", "--count", f"{record['commit']}..HEAD", "--", *room.paths))
+        since = int(_git(root, "rev-list", "--no-merges", "--count", f"{record['commit']}..HEAD", "--", *room.paths))
         if since > MAX_COMMITS:
             found.append(
                 f"{of.name}: {since} commits changed {name} since it last ran on a GPU, at most {MAX_COMMITS} may: "

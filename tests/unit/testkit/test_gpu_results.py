@@ -82,6 +82,18 @@ def test_it_ages_by_the_commits_that_change_a_room(clone: Clone, monkeypatch: py
     assert clone.problems == [], "it is as it was"
 
 
+def test_a_merge_is_no_change_of_its_own(clone: Clone, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(results, "MAX_COMMITS", 2)
+    clone.git("checkout", "-q", "-b", "side")
+    clone.write("code/b.py", "1")
+    clone.commit()
+    clone.git("checkout", "-q", "-")
+    clone.write("one.py", "2")
+    clone.commit()
+    clone.git("merge", "-q", "--no-edit", "side")
+    assert clone.problems == []
+
+
 def test_a_record_of_a_tree_with_changes_is_refused(clone: Clone) -> None:
     clone.write("code/a.py", "not committed")
     clone.record["rooms"] = {"code": content(HERE.rooms["code"], clone.root)}
