@@ -27,8 +27,8 @@ import pytest
 ROOT = Path(__file__).parents[3]
 RECORD = ROOT / "tests/gpu_results.json"
 MAX_COMMITS = 20
-"""Most commits that may change a room after the recorded run. A merge is none: what it brings has been counted. Time does
-not count: what stays as it is does not age."""
+"""Most commits that may change a room after the recorded run. A merge is none: what it brings has been counted. Time
+does not count: what stays as it is does not age."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
