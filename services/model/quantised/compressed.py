@@ -7,6 +7,7 @@ group of columns in a row, or a block.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
@@ -59,8 +60,7 @@ class Compressed:
 
     @property
     def unread(self) -> tuple[str, ...]:
-        ends = (".input_scale", ".output_scale", ".input_zero_point", ".output_zero_point", ".input_global_scale")
-        return ends if self.zeros else (*ends, ".weight_zero_point")
+        return (".input_scale", ".output_scale", ".input_zero_point", ".output_zero_point", ".input_global_scale")
 
     def problem(self, shape: Shape) -> str | None:
         return uneven("columns", shape[1], self.columns, "groups") if self.strategy == "group" else None
@@ -88,6 +88,8 @@ class Compressed:
             layout["zeros"] = stored("weight_zero_point", "I32", at=(at,))
         elif self.zeros:
             layout["zeros"] = stored("weight_zero_point", "I8", *SCALE_TYPES, at=by)
+        else:  # some tools write zeros
+            layout["nothing"] = stored("weight_zero_point", "I8", "F8_E4M3", *SCALE_TYPES, at=by, optional=True)
         return (layout,)
 
     def _words(self, count: int) -> int:
@@ -111,16 +113,29 @@ def read(config: ConfigFile) -> Quantisation:
         if found.values and found.values.get("format") != "dense":
             raise UnsupportedModel(f"{config.path}: compressed-tensors with a {key} are not supported.")
     status = config.text("quantization_status", default="compressed")
-    if status != "compressed":
+    if status not in ("compressed", "frozen"):  # tools of 2024 wrote the latter
         raise UnsupportedModel(
             f'{config.path}: compressed-tensors of "quantization_status" "{status}" are not supported.',
             hint="Save the model compressed (save_pretrained(..., save_compressed=True)).",
         )
     named = config.section("config_groups")
-    groups = tuple(_group(named, name, config.text("format", default="")) for name in named.values)
+    groups = [_group(named, name, config.text("format", default="")) for name in named.values]
     if not groups:
         raise config.wrong("config_groups", "an object with a group of layers", dict(named.values) or None)
-    return Quantisation(method="compressed-tensors", groups=groups, left=config.strings("ignore"), match="names")
+    left = config.strings("ignore")
+    return Quantisation(method="compressed-tensors", groups=_by_precision(groups), left=left, match="names")
+
+
+def _by_precision(groups: list[Group]) -> tuple[Group, ...]:
+    """Return ``groups`` by what their targets are, which counts: names, patterns by alphabet, then "Linear"."""
+    names, patterns, classes = [], [], []
+    for group in groups:
+        named = [target for target in group.targets if not target.startswith("re:") and target != "Linear"]
+        matching = [target for target in group.targets if target.startswith("re:")]
+        names += [dataclasses.replace(group, targets=tuple(named))]
+        patterns += [dataclasses.replace(group, targets=(target,)) for target in matching]
+        classes += [dataclasses.replace(group, targets=("Linear",))] * ("Linear" in group.targets)
+    return (*names, *sorted(patterns, key=lambda group: group.targets), *classes)
 
 
 def _group(named: ConfigFile, name: str, usual: str) -> Group:
