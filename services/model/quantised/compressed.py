@@ -8,6 +8,7 @@ group of columns in a row, or a block.
 from __future__ import annotations
 
 import dataclasses
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -180,11 +181,21 @@ def _scaled(weights: ConfigFile, codes: Codes, bits: int) -> Compressed:
     if strategy == "group":
         columns = weights.count("group_size")
     elif strategy == "block":
-        block = weights.integers("block_structure")
-        if len(block) != 2 or not all(block):
-            raise weights.wrong("block_structure", "the rows and columns of a block", list(block) or None)
-        rows, columns = block
+        rows, columns = _block(weights)
     symmetric = weights.flag("symmetric", default=True) or codes == "fp8"
     return Compressed(
         codes=codes, bits=bits, strategy=_STRATEGIES[strategy], rows=rows, columns=columns, zeros=not symmetric
     )
+
+
+def _block(weights: ConfigFile) -> tuple[int, ...]:
+    """Return the rows and columns of a block: a list of them, or as some tools write it "128x128"."""
+    found = weights.values.get("block_structure")
+    if isinstance(found, str):
+        sizes = re.fullmatch(r"([0-9]{1,9})x([0-9]{1,9})", found)
+        block = tuple(map(int, sizes.groups())) if sizes else ()
+    else:
+        block = weights.integers("block_structure")
+    if len(block) != 2 or not all(block):
+        raise weights.wrong("block_structure", "the rows and columns of a block", found)
+    return block

@@ -61,14 +61,26 @@ def _auto_round(config: ConfigFile) -> Quantisation:
     if "awq" in packing:
         if len(left) < len(bits):
             raise UnsupportedModel(f'{config.path}: AWQ with layers of other bits in "extra_config" is not supported.')
-        return awq.read(ConfigFile(config.path, {**config.values, "modules_to_not_convert": left}))
-    dynamic = {f"{'-:' if name in left else ''}{_pattern(name)}": dict(extra.section(name).values) for name in bits}
+        return awq.read(
+            ConfigFile(
+                config.path,
+                {**config.values, "modules_to_not_convert": [*config.strings("modules_to_not_convert"), *left]},
+            )
+        )
+    dynamic = {
+        f"{'-:' if name in left else ''}{_pattern(name)}": dict(extra.section(name).values)
+        for name in sorted(bits, key=_is_pattern)
+    }
     return gptq.read(ConfigFile(config.path, {**config.values, "dynamic": dynamic}))
 
 
 def _pattern(name: str) -> str:
     """Return AutoRound's name of layers as a pattern: a layer's own name, or one."""
-    return f"{re.escape(name)}$" if re.fullmatch(r"[\w.]+", name) else name
+    return name if _is_pattern(name) else f"{re.escape(name)}$"
+
+
+def _is_pattern(name: str) -> bool:
+    return re.fullmatch(r"[\w.]+", name) is None
 
 
 def _check_patterns(found: Quantisation, config: ConfigFile) -> None:

@@ -320,6 +320,19 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
         },
         '"strategy" "token"',
     ),
+    "ct block": (
+        {
+            "quant_method": "compressed-tensors",
+            "format": "int-quantized",
+            "config_groups": {"g": CT | {"weights": CT["weights"] | {"strategy": "block", "block_structure": "128x"}}},
+        },
+        "the rows and columns of a block, found '128x'",
+    ),
+    "autoround kind": ({"quant_method": "auto-round", "bits": 8, "data_type": "mx_fp"}, '"data_type" "mx_fp"'),
+    "autoround awq": (
+        {"quant_method": "auto-round", "packing_format": "auto_round:auto_awq", "bits": 4, "extra_config": {"a": {}}},
+        "AWQ with layers of other bits",
+    ),
     "ct pattern": (
         {
             "quant_method": "compressed-tensors",

@@ -154,6 +154,22 @@ def test_layers_that_autoround_lists_with_other_bits(make: Make) -> None:
     assert_loads(make(form, quant_method="auto-round", packing_format="auto_round:auto_gptq", extra_config=extra))
 
 
+def test_blocks_that_compressed_tensors_writes_as_a_word(make: Make) -> None:
+    form = FORMATS["fp8-block-bf16-scales"]
+
+    def encode(weight: Tensor) -> Encoded | None:
+        found = form.encode(weight)
+        assert found is not None
+        tensors = {end.removesuffix("_inv"): tensor for end, tensor in found.tensors.items()}
+        return Encoded(tensors=tensors, value_NK=found.value_NK)
+
+    config = dict(FORMATS["ct-fp8-channel"].config)
+    group = config["config_groups"]["group_0"]
+    block = {"strategy": "block", "block_structure": "128x128"}
+    config["config_groups"] = {"group_0": group | {"weights": group["weights"] | block}}
+    assert_loads(make(dataclasses.replace(form, encode=encode, config=config)))
+
+
 def test_layers_that_autoround_leaves_in_awqs_layout(make: Make) -> None:
     extra = {name: {"bits": 16} for name in ATTENTION}
     form = left("awq", *ATTENTION)
