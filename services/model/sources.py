@@ -7,17 +7,16 @@ tensors. Torch-free; no tensor is read.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
 
 from services.errors import CheckpointError
 from services.model.configfile import CONFIG
 from services.model.header import FLOATS, TensorEntry
 from services.model.names import LM_HEAD, TensorNames, dense_shapes, expert_shapes, linear_shapes
 from services.model.quantised.config import KEY
-from services.model.quantised.quantisation import Choice, Coverage, Match, Names, Quantisation, prefixes
+from services.model.quantised.quantisation import Choice, Match, Names, Quantisation, prefixes
 from services.model.quantised.stored import Layout, LinearFormat, Shape
 from services.model.spec import ModelSpec
 
@@ -80,7 +79,7 @@ class _Finder:
         """Return None where the weight is stored as it is, or not at all."""
         names = aliases(weight.removesuffix(_WEIGHT), self._spec.family)
         module = next((name for name in names if self._found(name)), names[0])
-        said, scheme = self._said(names, free=weight in self._free)
+        said, scheme = self._choice.of(names, free=weight in self._free)
         plain, found = self._entries.get(weight), self._found(module)
         if plain is not None and plain.dtype in FLOATS:
             if said == "quantised" and not scheme.stays(shape):
@@ -95,10 +94,6 @@ class _Finder:
                 f'{self._folder}: "{module}" of shape {list(shape)} cannot be {scheme.label}: {problem}.', hint=_HINT
             )
         return Source(module=module, format=scheme, shape=shape, parts=self._checked(module, scheme, shape))
-
-    def _said(self, names: Iterable[str], *, free: bool) -> tuple[Coverage, LinearFormat]:
-        said = [self._choice.of(name, free=free) for name in names]
-        return min(said, key=lambda one: get_args(Coverage).index(one[0]))
 
     def _checked(self, module: str, scheme: LinearFormat, shape: Shape) -> Layout:
         layout = self._layout(module, scheme, shape)

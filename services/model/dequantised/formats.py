@@ -46,7 +46,13 @@ def scaled(scheme: LinearFormat, parts: Parts, shape: Shape) -> Scaled:
 
 
 def _fp8(scheme: Fp8Block, parts: Parts, shape: Shape) -> Scaled:
-    return Scaled(codes_NK=parts["codes"].tensor, **_blocks(parts["scales"], shape, scheme.rows, scheme.columns))
+    by = _blocks(parts["scales"], shape, scheme.rows, scheme.columns)
+    return Scaled(codes_NK=parts["codes"].tensor.view(torch.uint8), table=_e4m3(), **by)
+
+
+def _e4m3() -> Tensor:
+    """Return the value of each byte, which is quicker to look up than to convert."""
+    return torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
 
 
 def _blocks(scales: Part, shape: Shape, rows: int, columns: int) -> dict[str, Tensor]:
@@ -110,16 +116,22 @@ def _compressed(scheme: Compressed, parts: Parts, shape: Shape) -> Scaled:
     packed = scheme.codes == "packed"
     if "shape" in parts:
         _check_shape(parts["shape"], shape)
+    if "nothing" in parts and parts["nothing"].tensor.float().any():
+        raise parts["nothing"].wrong("zeros, as config.json has the weights symmetric", "others")
     codes = parts["codes"].tensor
     if packed:
         codes = unpacked(codes, scheme.bits)[:, :columns]
+    table = _e4m3() if scheme.codes == "fp8" else None
+    codes = codes if table is None else codes.view(torch.uint8)
     if scheme.strategy == "block":
         by = _blocks(parts["scales"], shape, scheme.rows, scheme.columns)
         zeros = _plain_zeros(parts, scheme)
         zeros = None if zeros is None else zeros.repeat_interleave(scheme.rows, dim=0)[:rows]
-        return Scaled(codes_NK=codes, zeros_NG=zeros, **by)
+        return Scaled(codes_NK=codes, zeros_NG=zeros, table=table, **by)
     scales = scales_of(parts["scales"]).reshape(rows if scheme.strategy != "tensor" else 1, -1)
-    groups = scales.shape[1]
+    groups, order = scales.shape[1], parts.get("order")
+    if order is not None and (order.tensor == -1).any():
+        order = None  # what tools begin with, and leave where nothing is sorted
     if packed and "zeros" in parts and scheme.strategy != "tensor":
         zeros = unpacked(parts["zeros"].tensor.t(), scheme.bits)[:, :rows].t()
     else:
@@ -131,7 +143,8 @@ def _compressed(scheme: Compressed, parts: Parts, shape: Shape) -> Scaled:
         codes_NK=codes,
         scales_NG=scales.expand(rows, groups),
         zeros_NG=None if zeros is None else zeros.expand(rows, zeros.shape[1]),
-        group_K=order_of(parts["order"], groups) if "order" in parts else equal_groups(columns, columns // groups),
+        table=table,
+        group_K=equal_groups(columns, columns // groups) if order is None else order_of(order, groups),
     )
 
 

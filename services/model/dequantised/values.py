@@ -30,14 +30,17 @@ def dequantised(scheme: LinearFormat, parts: Parts, shape: Shape) -> Tensor:
     for first in range(0, shape[0], step):
         piece = values_NK[first : first + step]
         _fill(piece, weight, slice(first, first + step))
-        if not piece.isfinite().all():
+        if piece.numel() and not all(map(Tensor.isfinite, piece.aminmax())):  # quicker than asking each value
             raise _not_finite(parts["codes"], piece, first)
     return values_NK
 
 
 def _fill(piece: Tensor, weight: Scaled, rows: slice) -> None:
     codes = weight.codes_NK[rows]
-    piece.copy_(codes if weight.table is None else weight.table[codes.int()])
+    if weight.table is None:
+        piece.copy_(codes)
+    else:
+        torch.index_select(weight.table, 0, codes.reshape(-1).int(), out=piece.view(-1))
     if weight.zeros_NG is not None:
         piece.sub_(_by_column(weight.zeros_NG[rows].float(), weight.group_K))
     piece.mul_(_by_column(weight.scales_NG[rows], weight.group_K))

@@ -7,6 +7,8 @@ group of columns in a row, or a block.
 
 from __future__ import annotations
 
+import dataclasses
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -59,8 +61,7 @@ class Compressed:
 
     @property
     def unread(self) -> tuple[str, ...]:
-        ends = (".input_scale", ".output_scale", ".input_zero_point", ".output_zero_point", ".input_global_scale")
-        return ends if self.zeros else (*ends, ".weight_zero_point")
+        return (".input_scale", ".output_scale", ".input_zero_point", ".output_zero_point", ".input_global_scale")
 
     def problem(self, shape: Shape) -> str | None:
         return uneven("columns", shape[1], self.columns, "groups") if self.strategy == "group" else None
@@ -88,6 +89,8 @@ class Compressed:
             layout["zeros"] = stored("weight_zero_point", "I32", at=(at,))
         elif self.zeros:
             layout["zeros"] = stored("weight_zero_point", "I8", *SCALE_TYPES, at=by)
+        else:  # some tools write zeros
+            layout["nothing"] = stored("weight_zero_point", "I8", "F8_E4M3", *SCALE_TYPES, at=by, optional=True)
         return (layout,)
 
     def _words(self, count: int) -> int:
@@ -111,16 +114,29 @@ def read(config: ConfigFile) -> Quantisation:
         if found.values and found.values.get("format") != "dense":
             raise UnsupportedModel(f"{config.path}: compressed-tensors with a {key} are not supported.")
     status = config.text("quantization_status", default="compressed")
-    if status != "compressed":
+    if status not in ("compressed", "frozen"):  # tools of 2024 wrote the latter
         raise UnsupportedModel(
             f'{config.path}: compressed-tensors of "quantization_status" "{status}" are not supported.',
             hint="Save the model compressed (save_pretrained(..., save_compressed=True)).",
         )
     named = config.section("config_groups")
-    groups = tuple(_group(named, name, config.text("format", default="")) for name in named.values)
+    groups = [_group(named, name, config.text("format", default="")) for name in named.values]
     if not groups:
         raise config.wrong("config_groups", "an object with a group of layers", dict(named.values) or None)
-    return Quantisation(method="compressed-tensors", groups=groups, left=config.strings("ignore"), match="names")
+    left = config.strings("ignore")
+    return Quantisation(method="compressed-tensors", groups=_by_precision(groups), left=left, match="names")
+
+
+def _by_precision(groups: list[Group]) -> tuple[Group, ...]:
+    """Return ``groups`` by what their targets are, which counts: names, patterns by alphabet, then "Linear"."""
+    names, patterns, classes = [], [], []
+    for group in groups:
+        named = [target for target in group.targets if not target.startswith("re:") and target != "Linear"]
+        matching = [target for target in group.targets if target.startswith("re:")]
+        names += [dataclasses.replace(group, targets=tuple(named))]
+        patterns += [dataclasses.replace(group, targets=(target,)) for target in matching]
+        classes += [dataclasses.replace(group, targets=("Linear",))] * ("Linear" in group.targets)
+    return (*names, *sorted(patterns, key=lambda group: group.targets), *classes)
 
 
 def _group(named: ConfigFile, name: str, usual: str) -> Group:
@@ -165,11 +181,21 @@ def _scaled(weights: ConfigFile, codes: Codes, bits: int) -> Compressed:
     if strategy == "group":
         columns = weights.count("group_size")
     elif strategy == "block":
-        block = weights.integers("block_structure")
-        if len(block) != 2 or not all(block):
-            raise weights.wrong("block_structure", "the rows and columns of a block", list(block) or None)
-        rows, columns = block
+        rows, columns = _block(weights)
     symmetric = weights.flag("symmetric", default=True) or codes == "fp8"
     return Compressed(
         codes=codes, bits=bits, strategy=_STRATEGIES[strategy], rows=rows, columns=columns, zeros=not symmetric
     )
+
+
+def _block(weights: ConfigFile) -> tuple[int, ...]:
+    """Return the rows and columns of a block: a list of them, or as some tools write it "128x128"."""
+    found = weights.values.get("block_structure")
+    if isinstance(found, str):
+        sizes = re.fullmatch(r"([0-9]{1,9})x([0-9]{1,9})", found)
+        block = tuple(map(int, sizes.groups())) if sizes else ()
+    else:
+        block = weights.integers("block_structure")
+    if len(block) != 2 or not all(block):
+        raise weights.wrong("block_structure", "the rows and columns of a block", found)
+    return block

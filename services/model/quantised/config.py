@@ -11,6 +11,8 @@ from services.model.quantised import awq, compressed, fp8, gptq, mxfp4
 from services.model.quantised.quantisation import Quantisation, compiled
 
 KEY = "quantization_config"
+_PLAIN_BITS = 16
+"""AutoRound lists layers that it left with so many bits, or more."""
 METHODS = ("auto-round", "awq", "compressed-tensors", "fp8", "gptq", "mxfp4")
 
 
@@ -50,9 +52,35 @@ def read_quantisation(config: ConfigFile, *, experts: int) -> Quantisation | Non
 def _auto_round(config: ConfigFile) -> Quantisation:
     """AutoRound writes the layouts of others, and says of whom."""
     packing = config.text("packing_format", default="auto_round:auto_gptq")
-    if config.section("extra_config").values:
-        raise UnsupportedModel(f'{config.path}: AutoRound checkpoints with an "extra_config" are not supported.')
-    return awq.read(config) if "awq" in packing else gptq.read(config)
+    kind = config.text("data_type", default="int")
+    if not kind.startswith("int"):
+        raise UnsupportedModel(f'{config.path}: AutoRound checkpoints of "data_type" "{kind}" are not supported.')
+    extra = config.section("extra_config")
+    bits = {name: extra.section(name).count("bits", default=config.count("bits")) for name in extra.values}
+    left = [name for name, count in bits.items() if count >= _PLAIN_BITS]
+    if "awq" in packing:
+        if len(left) < len(bits):
+            raise UnsupportedModel(f'{config.path}: AWQ with layers of other bits in "extra_config" is not supported.')
+        return awq.read(
+            ConfigFile(
+                config.path,
+                {**config.values, "modules_to_not_convert": [*config.strings("modules_to_not_convert"), *left]},
+            )
+        )
+    dynamic = {
+        f"{'-:' if name in left else ''}{_pattern(name)}": dict(extra.section(name).values)
+        for name in sorted(bits, key=_is_pattern)
+    }
+    return gptq.read(ConfigFile(config.path, {**config.values, "dynamic": dynamic}))
+
+
+def _pattern(name: str) -> str:
+    """Return AutoRound's name of layers as a pattern: a layer's own name, or one."""
+    return name if _is_pattern(name) else f"{re.escape(name)}$"
+
+
+def _is_pattern(name: str) -> bool:
+    return re.fullmatch(r"[\w.]+", name) is None
 
 
 def _check_patterns(found: Quantisation, config: ConfigFile) -> None:

@@ -30,7 +30,7 @@ class Fp8Block:
 
     @property
     def unread(self) -> tuple[str, ...]:
-        return (".input_scale", ".activation_scale")
+        return (".input_scale", ".output_scale", ".activation_scale")
 
     def problem(self, shape: Shape) -> str | None:
         del shape

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from services.model.quantised.stored import LinearFormat
 
 Coverage = Literal["left", "quantised", "either", "outside"]
-"""What config.json says of a layer: it is left as it is, it is quantised, the files decide, or no group has it. Of a
-layer that has several names the first of these that is said of one of them holds."""
+"""What config.json says of a layer: it is left as it is, it is quantised, the files decide, or no group has it."""
 Match = Literal["names", "parts"]
 
 
@@ -26,7 +26,7 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Quantisation:
-    """``left`` names layers that stay as they are.
+    """``left`` names layers that stay as they are. Of several groups that name a layer the first has it.
 
     With ``match`` "names" a name is a whole name, "Linear" is every linear layer, and "re:" introduces a pattern from a
     name's start. With "parts" it is a name's beginning up to a dot, a pattern of one, or a name's end. ``heads`` says
@@ -48,19 +48,19 @@ class Choice:
         self._left = Names(quantisation.left, quantisation.match)
         self._targets = [(group, Names(group.targets, "names")) for group in quantisation.groups]
 
-    def of(self, module: str, *, free: bool) -> tuple[Coverage, LinearFormat]:
-        """Return what is said of ``module``, and the format that it has if it is quantised.
+    def of(self, names: Sequence[str], *, free: bool) -> tuple[Coverage, LinearFormat]:
+        """Return what is said of the layer that has ``names``, and the format that it has if it is quantised.
 
         Args:
-            free: the module is of a kind that tools leave out without saying so: a router or an output head.
+            free: the layer is of a kind that tools leave out without saying so: a router or an output head.
         """
-        scheme = next((group.format for group, names in self._targets if module in names), None)
-        last = self._quantisation.groups[-1]
-        if module in self._left:
+        found = (group.format for group, targets in self._targets if any(name in targets for name in names))
+        scheme, last = next(found, None), self._quantisation.groups[-1]
+        if any(name in self._left for name in names):
             return "left", scheme or last.format
         if scheme is None:
             return last.others, last.format
-        loose = self._quantisation.match == "parts" and self._left.loosely(module)
+        loose = self._quantisation.match == "parts" and all(map(self._left.loosely, names))
         return "either" if free or loose else "quantised", scheme
 
 
@@ -92,7 +92,8 @@ class Names:
 
 
 def compiled(name: str, match: Match) -> re.Pattern[str]:
-    return re.compile(name.removeprefix("re:") if match == "names" else rf"(?:{name})(?:(?<=\.)|(?=\.|$))")
+    pattern = name.removeprefix("re:")
+    return re.compile(pattern if match == "names" else rf"(?:{pattern})(?:(?<=\.)|(?=\.|$))")
 
 
 def prefixes(module: str) -> list[str]:
@@ -102,4 +103,4 @@ def prefixes(module: str) -> list[str]:
 
 
 def _is_pattern(name: str, match: Match) -> bool:
-    return name.startswith("re:") if match == "names" else bool(re.search(r"[*+?\[\](){}|^$\\]", name))
+    return name.startswith("re:") or (match == "parts" and bool(re.search(r"[*+?\[\](){}|^$\\]", name)))

@@ -101,6 +101,12 @@ def test_a_scale_whose_products_are_too_large(make: Callable[[str], Path], form:
     assert "in row 0, column" in message
 
 
+def test_a_value_that_is_no_number(make: Callable[[str], Path]) -> None:
+    folder = make("fp8-block")
+    change(folder, put(f"{QUERY}.weight", (3, 7), torch.nan))
+    assert f'"{QUERY}.weight" times its scales must be finite, found nan in row 3, column 7' in refused(folder)
+
+
 def test_values_beyond_the_serving_type(make: Callable[[str], Path]) -> None:
     folder = make("ct-int8-channel")
     change(folder, put(f"{QUERY}.weight_scale", (0, 0), 1e6))
@@ -130,6 +136,23 @@ def test_missing_zero_points(make: Callable[[str], Path], form: str, end: str) -
     message = refused(folder)
     assert f'and lacks "{EXPERT}.{end}": expected' in message
     assert ", found " in message
+
+
+@pytest.mark.parametrize("form", ["ct-int4-group", "ct-int8-bytes"])
+def test_zero_points_where_the_config_has_none(make: Callable[[str], Path], form: str) -> None:
+    folder = make(form)
+    shape = (64, 4) if form == "ct-int4-group" else (64, 1)
+    extra = {f"{QUERY}.weight_zero_point": torch.ones(shape, dtype=torch.int8)}
+    change(folder, lambda tensors: tensors.update(extra))
+    assert f'"{QUERY}.weight_zero_point" must hold zeros, as config.json has the weights symmetric' in refused(folder)
+
+
+def test_a_config_that_says_nothing_of_zero_points(make: Callable[[str], Path]) -> None:
+    folder = make("ct-int4-group-asym")
+    configure(folder, dict(FORMATS["ct-int4-group"].config))
+    message = refused(folder)
+    assert "calls for" in message
+    assert "weight_zero_point" in message
 
 
 LISTS = {
@@ -296,6 +319,19 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
             "config_groups": {"g": CT | {"weights": CT["weights"] | {"strategy": "token"}}},
         },
         '"strategy" "token"',
+    ),
+    "ct block": (
+        {
+            "quant_method": "compressed-tensors",
+            "format": "int-quantized",
+            "config_groups": {"g": CT | {"weights": CT["weights"] | {"strategy": "block", "block_structure": "128x"}}},
+        },
+        "the rows and columns of a block, found '128x'",
+    ),
+    "autoround kind": ({"quant_method": "auto-round", "bits": 8, "data_type": "mx_fp"}, '"data_type" "mx_fp"'),
+    "autoround awq": (
+        {"quant_method": "auto-round", "packing_format": "auto_round:auto_awq", "bits": 4, "extra_config": {"a": {}}},
+        "AWQ with layers of other bits",
     ),
     "ct pattern": (
         {

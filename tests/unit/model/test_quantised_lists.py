@@ -57,6 +57,7 @@ LISTS: dict[str, tuple[Format, dict[str, Any]]] = {
     "fp8 ends": (left("fp8-block", *ATTENTION[::4]), {"modules_to_not_convert": ["q_proj", "lm_head"]}),
     "fp8 beginning": (left("fp8-block", *ATTENTION[:4]), {"modules_to_not_convert": ["model.layers.0.self_attn"]}),
     "fp8 ignored": (left("fp8-block", *ATTENTION), {"ignored_layers": ["model.layers.*.self_attn"]}),
+    "fp8 pattern": (left("fp8-block", *ATTENTION), {"ignored_layers": ["re:.*self_attn.*", "lm_head"]}),
     "awq parts": (left("awq", *ATTENTION), {"modules_to_not_convert": ["self_attn", "gate"]}),
     "gptq dynamic": (left("gptq-int4", *ATTENTION), {"dynamic": {r"-:.*self_attn\..*": {}}}),
     "mxfp4 of gpt-oss": (FORMATS["mxfp4"], {"modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}),
@@ -110,6 +111,71 @@ def test_attention_in_fp8_and_experts_in_int4(make: Make) -> None:
     assert_loads(made)
 
 
+def test_a_pattern_counts_more_than_the_class_of_a_layer(make: Make) -> None:
+    """Groups in the order in which compressed-tensors writes them: the one for all other layers is the first."""
+    int4, int8 = FORMATS["ct-int4-group"], FORMATS["ct-int8-channel"]
+    groups = {
+        "group_0": int4.config["config_groups"]["group_0"],
+        "group_1": int8.config["config_groups"]["group_0"] | {"targets": [r"re:.*\.(q|o)_proj$"]},
+        "group_2": int4.config["config_groups"]["group_0"] | {"targets": ["model.layers.1.self_attn.q_proj"]},
+    }
+
+    def encode(weight: Tensor) -> Encoded | None:
+        return int8.encode(weight) if weight.shape in {(64, 32), (32, 64)} else int4.encode(weight)
+
+    form = dataclasses.replace(int4, encode=encode, left=("model.layers.1.self_attn.q_proj",))
+    made = make(form, config_groups=groups)
+    name = "model.layers.1.self_attn.q_proj"
+    found = int4.encode(weights(made.reference)[0][f"{name}.weight"])
+    assert found is not None
+
+    def edit(tensors: dict[str, Tensor]) -> None:
+        del tensors[f"{name}.weight"]
+        tensors |= {name + end: tensor for end, tensor in found.tensors.items()}
+
+    change(made.folder, edit)
+    change(made.reference, lambda tensors: tensors.update({f"{name}.weight": found.value_NK}))
+    assert_loads(dataclasses.replace(made, quantised=made.quantised | {f"{name}.weight"}))
+
+
+def test_layers_that_autoround_lists_with_other_bits(make: Make) -> None:
+    int4, int8 = FORMATS["gptq-int4"], FORMATS["gptq-int8-row"]
+
+    def encode(weight: Tensor) -> Encoded | None:
+        return int8.encode(weight) if weight.shape in {(64, 32), (32, 64)} else int4.encode(weight)
+
+    keys = tuple(f"model.layers.{layer}.self_attn.k_proj" for layer in range(3))
+    extra = {
+        **{name: {"bits": 16, "data_type": "float"} for name in keys},
+        "model.layers.0.mlp.gate": {"bits": 16},
+        r".*\.[qo]_proj": {"bits": 8, "group_size": -1, "sym": True},
+    }
+    form = dataclasses.replace(int4, encode=encode, left=keys)
+    assert_loads(make(form, quant_method="auto-round", packing_format="auto_round:auto_gptq", extra_config=extra))
+
+
+def test_blocks_that_compressed_tensors_writes_as_a_word(make: Make) -> None:
+    form = FORMATS["fp8-block-bf16-scales"]
+
+    def encode(weight: Tensor) -> Encoded | None:
+        found = form.encode(weight)
+        assert found is not None
+        tensors = {end.removesuffix("_inv"): tensor for end, tensor in found.tensors.items()}
+        return Encoded(tensors=tensors, value_NK=found.value_NK)
+
+    config = dict(FORMATS["ct-fp8-channel"].config)
+    group = config["config_groups"]["group_0"]
+    block = {"strategy": "block", "block_structure": "128x128"}
+    config["config_groups"] = {"group_0": group | {"weights": group["weights"] | block}}
+    assert_loads(make(dataclasses.replace(form, encode=encode, config=config)))
+
+
+def test_layers_that_autoround_leaves_in_awqs_layout(make: Make) -> None:
+    extra = {name: {"bits": 16} for name in ATTENTION}
+    form = left("awq", *ATTENTION)
+    assert_loads(make(form, quant_method="auto-round", packing_format="auto_round:auto_awq", extra_config=extra))
+
+
 def test_gptq_layers_of_other_bits(make: Make) -> None:
     int4, int8 = FORMATS["gptq-int4"], FORMATS["gptq-int8-row"]
 
@@ -123,6 +189,22 @@ def test_gptq_layers_of_other_bits(make: Make) -> None:
 def test_an_order_of_zeros_where_nothing_is_sorted(make: Make) -> None:
     made = make(FORMATS["gptq-int4"])
     change(made.folder, lambda tensors: [t.zero_() for name, t in tensors.items() if name.endswith("g_idx")])
+    assert_loads(made)
+
+
+def test_an_order_with_which_tools_begin(make: Make) -> None:
+    made = make(FORMATS["ct-int4-group"])
+    name = "model.layers.1.self_attn.q_proj.weight_g_idx"
+    change(made.folder, lambda tensors: tensors.update({name: torch.full((32,), -1, dtype=torch.int32)}))
+    assert_loads(made)
+
+
+@pytest.mark.parametrize("name", ["ct-int8-channel", "ct-fp8-channel"])
+def test_zero_points_of_zero_and_a_status_that_tools_wrote_once(make: Make, name: str) -> None:
+    made = make(FORMATS[name], quantization_status="frozen")
+    zero = "model.layers.1.self_attn.q_proj.weight_zero_point"
+    kind = torch.int8 if name == "ct-int8-channel" else torch.float8_e4m3fn
+    change(made.folder, lambda tensors: tensors.update({zero: torch.zeros(64, 1).to(kind)}))
     assert_loads(made)
 
 

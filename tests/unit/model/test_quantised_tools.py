@@ -51,7 +51,7 @@ def layers() -> dict[str, Tensor]:
 def test_a_layer_that_a_tool_packed(layers: dict[str, Tensor], layer: str) -> None:
     found = read_quantisation(ConfigFile(WRITTEN, {"quantization_config": LAYERS[layer]}), experts=1)
     assert found is not None
-    said, form = Choice(found).of(layer, free=False)
+    said, form = Choice(found).of((layer,), free=False)
     value_NK = layers[f"{layer}.value"]
     (layout, *_) = form.layouts(layer, tuple(value_NK.shape))
     stored = {part: tensor for part, tensor in layout.items() if tensor.name in layers}
