@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 from services.errors import CheckpointError
 from services.model.header import DOWNLOAD_AGAIN, TensorEntry
@@ -35,7 +35,7 @@ class Checkpoint:
     def __init__(self, model_dir: Path, spec: ModelSpec) -> None:
         self._entries, self._sources = tensor_entries(model_dir, spec)
         self._seen = {file: _state(file) for file in {entry.file for entry in self._entries.values()}}
-        self._open_files: dict[Path, Any] = {}
+        self._descriptors: dict[Path, int] = {}
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -44,13 +44,13 @@ class Checkpoint:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._open_files.clear()
+        self._descriptors.clear()
         self._stack.close()
 
     def read(self, name: str) -> Tensor:
-        """Return the tensor called ``name``. Do not write to it: it is mapped from its file, in the dtype that it has
-        there, or, if it is :meth:`quantised`, float32."""
-        return self._dequantised(self._sources[name]) if name in self._sources else self._mapped(name)
+        """Return the tensor called ``name``, in the dtype that it has in its file, or, if it is :meth:`quantised`, in
+        float32."""
+        return self._dequantised(self._sources[name]) if name in self._sources else self._stored(name)
 
     def quantised(self, name: str) -> bool:
         """Return whether the weight called ``name`` is stored quantised: in other tensors, by :meth:`read` alone."""
@@ -84,7 +84,7 @@ class Checkpoint:
 
         parts = {
             part: Part(
-                tensor=self._mapped(stored.name, stored.select),
+                tensor=self._stored(stored.name, stored.select),
                 name=stored.name,
                 file=self._entries[stored.name].file,
             )
@@ -92,26 +92,22 @@ class Checkpoint:
         }
         return dequantised(source.format, parts, source.shape)
 
-    def _mapped(self, name: str, select: tuple[int | slice, ...] = ()) -> Tensor:
-        from safetensors import SafetensorError, safe_open
+    def _stored(self, name: str, select: tuple[int | slice, ...] = ()) -> Tensor:
+        from services.model.stored_tensors import read_tensor
 
         entry = self._entries[name]
-        try:
-            if entry.file not in self._open_files:
-                self._open_files[entry.file] = self._stack.enter_context(safe_open(entry.file, framework="pt"))
-            tensor: Tensor = self._open_files[entry.file].get_tensor(name)
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f'{entry.file}: "{name}" cannot be read: {error}.', hint=DOWNLOAD_AGAIN) from error
-        return tensor[select] if select else tensor
+        return read_tensor(self.descriptor(entry.file), entry, name, select)
 
     def descriptor(self, file: Path) -> int:
         """Return a descriptor of ``file`` to read from, open until the checkpoint is left. Raises CheckpointError."""
-        try:
-            descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            raise CheckpointError(f"{file} cannot be read: {error}.", hint=DOWNLOAD_AGAIN) from error
-        self._stack.callback(os.close, descriptor)
-        return descriptor
+        if file not in self._descriptors:
+            try:
+                descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+            except OSError as error:
+                raise CheckpointError(f"{file} cannot be read: {error}.", hint=DOWNLOAD_AGAIN) from error
+            self._stack.callback(os.close, descriptor)
+            self._descriptors[file] = descriptor
+        return self._descriptors[file]
 
     def check_unchanged(self, files: Iterable[Path]) -> None:
         """Raise CheckpointError where one of ``files`` is no longer the one whose header was read."""

@@ -53,7 +53,7 @@ class ReferenceModel:
         spec = load_spec(model_dir)
         with Checkpoint(model_dir, spec) as checkpoint:
             names = dense_shapes(spec) | expert_shapes(spec)
-            return cls(spec, {name: checkpoint.read(name).clone() for name in names}, on_choice)
+            return cls(spec, {name: checkpoint.read(name) for name in names}, on_choice)
 
     def logits(self, token_ids: Sequence[int]) -> Tensor:
         """Return ``[T, V]`` float32: row t predicts the token after ``token_ids[t]``."""

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from services.errors import CheckpointError
 from services.model.checkpoint import Checkpoint
-from services.model.header import DOWNLOAD_AGAIN, TensorEntry
+from services.model.header import TensorEntry
+from services.model.stored_tensors import DTYPES, read_bytes
 from services.model.transfer import Awaited, Mark
 
 PIECE_BYTES = 8 << 20
@@ -29,7 +30,6 @@ PIECE_BYTES = 8 << 20
 BUFFERS = 2
 """Staging buffers of a thread: one is read into while the other is copied from."""
 _MIN_THREADS, _MAX_THREADS = 4, 16
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,7 +52,11 @@ class _Piece:
 
     @property
     def stored(self) -> torch.dtype:
-        return _DTYPES[self.entry.dtype]
+        return DTYPES[self.entry.dtype]
+
+    def read(self, descriptor: int, into: Tensor) -> None:
+        """Read its bytes into ``into``, a contiguous tensor in the host's memory."""
+        read_bytes(descriptor, into, self.begin, name=self.name, file=self.entry.file)
 
 
 class Copies(Protocol):
@@ -106,13 +110,13 @@ class Lane:
     def read(self, descriptor: int, piece: _Piece) -> int:
         """Fill the piece's part, or begin to. Returns the bytes read. Raises CheckpointError."""
         if piece.part.device.type == "cpu" and piece.stored == piece.part.dtype:
-            _read(descriptor, piece, piece.part)
+            piece.read(descriptor, piece.part)
             return piece.nbytes
         turn = next(self._turns)
         if (mark := self._marks[turn]) is not None:
             mark.wait()
         staged = self._buffer(turn)[: piece.nbytes].view(piece.stored)
-        _read(descriptor, piece, staged)
+        piece.read(descriptor, staged)
         self._marks[turn] = self._copies.copy(piece.part, staged)
         if piece.part.dtype == torch.float16 and piece.stored != torch.float16:
             self._copies.finish()
@@ -196,24 +200,10 @@ def _lane(device: torch.device) -> Lane:
 def _pieces(entry: TensorEntry, place: Place) -> Iterator[_Piece]:
     assert place.target.is_contiguous(), place.name
     assert place.target.shape == entry.shape, place.name
-    size = _DTYPES[entry.dtype].itemsize
+    size = DTYPES[entry.dtype].itemsize
     flat, step = place.target.view(-1), PIECE_BYTES // size
     for first in range(0, flat.numel(), step):
         part = flat[first : first + step]
         yield _Piece(
             name=place.name, entry=entry, begin=entry.begin + first * size, nbytes=part.numel() * size, part=part
         )
-
-
-def _read(descriptor: int, piece: _Piece, into: Tensor) -> None:
-    """Read the piece's bytes into ``into``, a contiguous tensor in the host's memory."""
-    left, at = into.view(torch.uint8).numpy().data, piece.begin
-    try:
-        while left:
-            if not (count := os.preadv(descriptor, [left], at)):
-                raise CheckpointError(f"{piece.entry.file} was truncated while it was read.", hint=DOWNLOAD_AGAIN)
-            left, at = left[count:], at + count
-    except OSError as error:
-        raise CheckpointError(
-            f'{piece.entry.file}: "{piece.name}" cannot be read: {error}.', hint=DOWNLOAD_AGAIN
-        ) from error

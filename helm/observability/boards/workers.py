@@ -225,11 +225,13 @@ _STEP = Row(
             Says(
                 title="Graphs, and seats through shared memory",
                 unit="none",
-                shows="CUDA graphs that each worker has captured, and expert workers that it reaches through shared "
-                "memory.",
-                act="0 seats where experts are on the same host: is --fabric-shared set, and /dev/shm large enough?",
+                shows="CUDA graphs that each worker has captured, or could not capture, and expert workers that it "
+                "reaches through shared memory.",
+                act="0 seats where experts are on the same host: is --fabric-shared set, and /dev/shm large enough? "
+                "Failed captures: the worker's log has the cause; steps without a graph are slower.",
             ),
             Query(expr=total("step_graphs", WORKER), legend="graphs " + WORKER_LEGEND),
+            Query(expr=total("step_graph_failures_total", WORKER), legend="failed captures " + WORKER_LEGEND),
             Query(expr=total("shared_seats", WORKER), legend="seats " + WORKER_LEGEND),
         ),
         lines(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from testkit.models.tiny_models import QWEN3, save_model
 from torch import Tensor
 
 from services.errors import CheckpointError, UnsupportedModel
+from services.model.checkpoint import Checkpoint
 from services.model.load_spec import load_spec
 from services.model.tensor_entries import tensor_entries
 from services.model.weights import load_dense, load_experts
@@ -358,3 +360,30 @@ def test_settings_without_a_meaning(plain: Path, tmp_path: Path, found: dict[str
         load_spec(tmp_path)
     assert words in str(error.value)
     assert "config.json" in str(error.value)
+
+
+def test_a_file_that_is_cut_short_while_it_is_read(make: Callable[[str], Path]) -> None:
+    """A map of it would end the process."""
+    folder = make("gptq-int4")
+    spec = load_spec(folder)
+    with Checkpoint(folder, spec) as checkpoint:
+        checkpoint.read(f"{QUERY}.weight")
+        os.truncate(folder / WEIGHTS, 1000)
+        with pytest.raises(CheckpointError, match=f"{WEIGHTS} was truncated while it was read"):
+            checkpoint.read(f"{EXPERT}.weight")
+
+
+def test_a_file_that_changes_while_it_is_read(make: Callable[[str], Path]) -> None:
+    folder = make("gptq-int4")
+    spec = load_spec(folder)
+
+    class Written:
+        """It says once that bytes were read, and is written to then."""
+
+        def begin(self, _what: str, _total: int) -> None: ...
+
+        def advance(self, _count: int) -> None:
+            os.utime(folder / WEIGHTS)
+
+    with pytest.raises(CheckpointError, match=f"{WEIGHTS} was changed while it was read"):
+        load_experts(folder, spec, dtype=torch.float32, device=CPU, progress=Written())
