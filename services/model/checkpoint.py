@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # digests are made without torch
 
 
 class Checkpoint:
-    """Reads single tensors of a checkpoint. A context manager: files stay mapped until it is left.
+    """Reads single tensors of a checkpoint. A context manager: files stay open until it is left.
 
     Raises (constructor):
         CheckpointError, UnsupportedModel: see :func:`tensor_entries`.
