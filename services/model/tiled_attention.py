@@ -117,7 +117,11 @@ class TilePlanner:
         return np.zeros_like(position) if window is None else np.maximum(position - window + 1, 0) // self._chunk
 
     def _tiles(self, row_W: Ints, place_W: Ints, position_ZR: Ints, table_ZB: Ints, window: int | None) -> Tiles:
-        """``table_ZB`` has a line for each tile, or one for all of them, which are then in the order of positions."""
+        """``table_ZB`` has a line for each tile, or one for all of them, which are then in the order of positions.
+
+        A tile by itself is there twice: torch has another product for one matrix, which several threads divide.
+        """
+        position_ZR = np.repeat(position_ZR, 2, axis=0) if len(position_ZR) == 1 else position_ZR
         first_Z = self._first_chunk(position_ZR[: len(table_ZB), 0], window)
         chunks = int((position_ZR[:, -1] // self._chunk - first_Z).max()) + 1
         column_Z1L = (first_Z[:, None] * self._chunk + np.arange(chunks * self._chunk))[:, None]
