@@ -95,6 +95,18 @@ def test_threads_do_not_divide_a_tile_that_is_alone(tmp_path: Path, heads: int, 
     assert torch.equal(_bits(pairs.logits), _bits(whole.logits))
 
 
+def test_heads_of_any_width_are_filled_up(tmp_path: Path) -> None:
+    """Of other widths than multiples of 8, what is added up depends on where a row lies in its tile."""
+    heads = {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 10, "num_hidden_layers": 1}
+    save_model(tmp_path, CONFIGS["qwen3"] | heads)
+    path, prompt = _path(tmp_path, torch.float32, InvariantProducts()), _prompt(random.Random(5), LENGTH)
+    whole, pieces = path.start(prompt), path.start(prompt)
+    path.step([(whole, LENGTH)])
+    while pieces.done < LENGTH:
+        path.step([(pieces, min(3, LENGTH - pieces.done))])
+    assert torch.equal(_bits(pieces.logits), _bits(whole.logits))
+
+
 def test_the_fastest_products_do_depend_on_the_batch(tmp_path: Path) -> None:
     """Otherwise the test above shows nothing."""
     save_model(tmp_path, CONFIGS["qwen3"])
