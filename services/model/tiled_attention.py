@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_kernels.invariant.reference import in_whole_vectors
+from moe_kernels.invariant.reference import in_whole_vectors, whole_columns
 from services.model.inputs import StepInputs
 from services.model.length_groups import group_by_length
 from services.model.spec import ModelSpec
@@ -117,7 +117,11 @@ class TilePlanner:
         return np.zeros_like(position) if window is None else np.maximum(position - window + 1, 0) // self._chunk
 
     def _tiles(self, row_W: Ints, place_W: Ints, position_ZR: Ints, table_ZB: Ints, window: int | None) -> Tiles:
-        """``table_ZB`` has a line for each tile, or one for all of them, which are then in the order of positions."""
+        """``table_ZB`` has a line for each tile, or one for all of them, which are then in the order of positions.
+
+        A tile by itself is there twice: torch has another product for one matrix, which several threads divide.
+        """
+        position_ZR = np.repeat(position_ZR, 2, axis=0) if len(position_ZR) == 1 else position_ZR
         first_Z = self._first_chunk(position_ZR[: len(table_ZB), 0], window)
         chunks = int((position_ZR[:, -1] // self._chunk - first_Z).max()) + 1
         column_Z1L = (first_Z[:, None] * self._chunk + np.arange(chunks * self._chunk))[:, None]
@@ -149,7 +153,8 @@ def attend(plan: tuple[Tiles, ...], q_TNH: Tensor, cache: tuple[Tensor, Tensor])
 def _attend(tiles: Tiles, q_WNH: Tensor, cache: tuple[Tensor, Tensor]) -> Tensor:
     chunks, count, height, chunk = tiles.hidden_XZRC.shape
     kv_heads, size = cache[0].shape[2:]
-    q_JZRGH = _in_tiles(q_WNH * size**-0.5, tiles).view(count, height, kv_heads, -1, size).permute(2, 0, 1, 3, 4)
+    q_WNH = whole_columns(q_WNH * size**-0.5)
+    q_JZRGH = _in_tiles(q_WNH, tiles).view(count, height, kv_heads, -1, q_WNH.shape[-1]).permute(2, 0, 1, 3, 4)
     q_JZMH = q_JZRGH.flatten(2, 3)
     lines = q_JZMH.shape[2]
     k_XJZCH, v_XJZCH = (_gather(part, tiles.blocks_ZB, chunk, count, q_WNH.dtype) for part in cache)
@@ -168,7 +173,7 @@ def _attend(tiles: Tiles, q_WNH: Tensor, cache: tuple[Tensor, Tensor]) -> Tensor
         for j in range(kv_heads):
             out_JZMH[j].baddbmm_(weights_XJZMC[x, j], v_XJZCH[x, j])
     out_JZMH /= total_JZM.unsqueeze(-1)
-    out_ZRJGH = out_JZMH.view(kv_heads, count, height, -1, size).permute(1, 2, 0, 3, 4)
+    out_ZRJGH = out_JZMH[..., :size].reshape(kv_heads, count, height, -1, size).permute(1, 2, 0, 3, 4)
     return out_ZRJGH.reshape(count * height, -1)[tiles.place_W]
 
 
@@ -180,7 +185,7 @@ def _in_tiles(q_WNH: Tensor, tiles: Tiles) -> Tensor:
 
 def _gather(cache_PBJH: Tensor, blocks_ZB: Tensor, chunk: int, count: int, dtype: torch.dtype) -> Tensor:
     """Return the chunks of each of ``count`` tiles: a view ``[X, J, Z, C, H]``, of whose Z some may be the same."""
-    _, _, kv_heads, size = cache_PBJH.shape
-    held = cache_PBJH.index_select(0, blocks_ZB.flatten()).to(dtype)
-    by_tile_ZXCJH = held.view(len(blocks_ZB), -1, chunk, kv_heads, size)
+    kv_heads = cache_PBJH.shape[2]
+    held = whole_columns(cache_PBJH.index_select(0, blocks_ZB.flatten()).to(dtype))
+    by_tile_ZXCJH = held.view(len(blocks_ZB), -1, chunk, kv_heads, held.shape[-1])
     return by_tile_ZXCJH.permute(1, 3, 0, 2, 4).expand(-1, -1, count, -1, -1)

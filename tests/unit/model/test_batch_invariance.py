@@ -82,6 +82,31 @@ def test_logits_have_the_same_bits_whatever_the_batch_chunks_and_cache(folder: P
         assert torch.equal(found, wanted[cached:]), number
 
 
+@pytest.mark.parametrize(("heads", "threads"), [(10, 2), (14, 24)])
+def test_threads_do_not_divide_a_tile_that_is_alone(tmp_path: Path, heads: int, threads: int) -> None:
+    """Of one matrix threads divide the rows, and some of them then have other bits than among several matrices."""
+    save_model(tmp_path, CONFIGS["qwen3"] | {"num_attention_heads": heads, "num_hidden_layers": 1})
+    torch.set_num_threads(threads)
+    path, prompt = _path(tmp_path, torch.float32, InvariantProducts()), _prompt(random.Random(5), 24)
+    whole, pairs = path.start(prompt), path.start(prompt)
+    path.step([(whole, len(prompt))])
+    while pairs.done < len(prompt):
+        path.step([(pairs, 2)])  # the rows of one tile
+    assert torch.equal(_bits(pairs.logits), _bits(whole.logits))
+
+
+def test_heads_of_any_width_are_filled_up(tmp_path: Path) -> None:
+    """Of other widths than multiples of 8, what is added up depends on where a row lies in its tile."""
+    heads = {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 10, "num_hidden_layers": 1}
+    save_model(tmp_path, CONFIGS["qwen3"] | heads)
+    path, prompt = _path(tmp_path, torch.float32, InvariantProducts()), _prompt(random.Random(5), LENGTH)
+    whole, pieces = path.start(prompt), path.start(prompt)
+    path.step([(whole, LENGTH)])
+    while pieces.done < LENGTH:
+        path.step([(pieces, min(3, LENGTH - pieces.done))])
+    assert torch.equal(_bits(pieces.logits), _bits(whole.logits))
+
+
 def test_the_fastest_products_do_depend_on_the_batch(tmp_path: Path) -> None:
     """Otherwise the test above shows nothing."""
     save_model(tmp_path, CONFIGS["qwen3"])
