@@ -101,10 +101,13 @@ def into_memory(device: torch.device) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
+        where, spread = "GPUs", "--layout colocated --workers N"
+        if device.type == "cpu":
+            where, spread = "machines", "--layout disaggregated"
         raise OutOfMemory(
             f"The memory of {device} ran out while weights were loaded.",
-            hint="End other processes that use it, or spread the experts over several GPUs: --layout colocated "
-            "--workers N (docs/layouts.md).",
+            hint=f"End other processes that use it, or spread the experts over several {where}: {spread} "
+            "(docs/layouts.md).",
         ) from error
 
 

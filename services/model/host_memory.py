@@ -17,11 +17,18 @@ HUGE_PAGE_BYTES = 2 << 20
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a tensor of any contents. Memory of a large one on the host goes back to the system once it is dropped."""
+    """Return a tensor of any contents. Memory of a large one on the host goes back to the system once it is dropped.
+
+    Raises:
+        torch.OutOfMemoryError: there is not so much memory.
+    """
     nbytes = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or nbytes < HUGE_PAGE_BYTES:
         return torch.empty(tuple(shape), dtype=dtype, device=device)
-    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise torch.OutOfMemoryError(f"no {nbytes:,} bytes of memory: {error}") from error
     with suppress(OSError):  # a kernel without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype).view(tuple(shape))

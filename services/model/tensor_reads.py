@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
@@ -174,16 +175,15 @@ def read_tensors(
         finally:
             lanes.put(lane)
 
-    pool = ThreadPoolExecutor(len(made), "weights")
-    try:
+    with ExitStack() as stack:
+        if device.type == "cuda":
+            stack.callback(torch.cuda.empty_cache)  # what the lanes' streams converted in would stay theirs
+        for lane in made:
+            stack.callback(lane.finish)
+        pool = ThreadPoolExecutor(len(made), "weights")
+        stack.callback(pool.shutdown, cancel_futures=True)
         for nbytes in pool.map(read, pieces):
             advance(nbytes)
-    finally:
-        pool.shutdown(cancel_futures=True)
-        for lane in made:
-            lane.finish()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()  # what the lanes' streams converted in would stay theirs
     checkpoint.check_unchanged(files)
 
 

@@ -12,9 +12,10 @@ from safetensors.torch import load_file, save_file
 from testkit.models.tiny_models import QWEN3, save_model
 from torch import Tensor
 
-from services.errors import CheckpointError
+from services.errors import CheckpointError, OutOfMemory
 from services.model import tensor_reads
 from services.model.checkpoint import Checkpoint
+from services.model.device import into_memory
 from services.model.host_memory import HUGE_PAGE_BYTES, empty
 from services.model.load_spec import load_spec
 from services.model.tensor_reads import HostCopies, Lane, Place, read_tensors
@@ -151,6 +152,11 @@ def test_large_tensors_are_like_any_others(nbytes: int) -> None:
     assert (made.shape, made.dtype, made.device) == ((nbytes // 2,), torch.bfloat16, CPU)
     made.fill_(1)
     assert made.sum(dtype=torch.float64) == nbytes // 2
+
+
+def test_more_memory_than_there_is_is_an_error_with_a_way_out() -> None:
+    with pytest.raises(OutOfMemory, match=r"memory of cpu ran out.*--layout disaggregated"), into_memory(CPU):
+        empty((1 << 50,), torch.uint8, CPU)
 
 
 def test_memory_goes_back_when_a_large_tensor_is_dropped() -> None:
