@@ -26,7 +26,15 @@ from perf.kit.stand_ins import fill_in
 fill_in()  # before the project's imports
 
 import torch  # noqa: E402
-from testkit.gpu.decode_bench import Parts, load, qwen3_30b, random_dense, random_experts, random_requests  # noqa: E402
+from testkit.gpu.decode_bench import (  # noqa: E402
+    Parts,
+    answers_of,
+    load,
+    qwen3_30b,
+    random_dense,
+    random_experts,
+    random_requests,
+)
 from testkit.gpu.decode_bench import request as ask  # noqa: E402
 from testkit.pocket.answers import POCKET, recorded  # noqa: E402
 
@@ -64,19 +72,6 @@ def asked(options: argparse.Namespace, vocab: int) -> list[GenerateRequest]:
         for turn in range(2)
         for number, prompt in enumerate(prompts)
     ]
-
-
-def answers_of(engine: Engine[Any], requests: list[GenerateRequest]) -> dict[str, list[Any]]:
-    """The tokens of each request and their log-probabilities, of which all bits are compared."""
-    found: dict[str, list[Any]] = {each.id: [] for each in requests}
-    for each in requests:
-        engine.add(each)
-    while engine.has_work:
-        for event in engine.step():
-            assert event.error is None, event.error
-            if event.token_id is not None:
-                found[event.request_id].append((event.token_id, event.logprob))
-    return found
 
 
 def changed(options: argparse.Namespace, parts: Parts) -> str:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from testkit.gpu.decode_bench import Parts, load, request, run
+from testkit.gpu.decode_bench import Parts, answers_of, load, request, run
 from testkit.pocket.answers import END, MAX_TOKENS, POCKET, recorded
 
 from services.attention.step.cuda_graphs import CudaCapture
-from services.attention.step.engine import Engine
 from services.attention.step.pipeline import Lookahead
-from services.messages import GenerateRequest
 from services.model.products import InvariantProducts
 
 pytestmark = pytest.mark.gpu1
@@ -54,20 +50,7 @@ def test_a_crowd_changes_no_bit_of_batch_invariant_answers(dtype: torch.dtype) -
     alone = parts.engine(None, max_num_seqs=1, kv_blocks=64, prefix_cache=False, **sizes)
     crowded = parts.engine(CudaCapture(GPU), max_num_seqs=48, kv_blocks=200, lookahead="all", **sizes)
     crowded.prepare()
-    wanted = {each.id: _answers(alone, [each])[each.id] for each in requests}
-    assert _answers(crowded, requests) == wanted
+    wanted = {each.id: answers_of(alone, [each])[each.id] for each in requests}
+    assert answers_of(crowded, requests) == wanted
     stats = crowded.stats()
     assert min(stats.graph_steps, stats.steps_ahead, stats.preemptions) > 0
-
-
-def _answers(engine: Engine[Any], requests: list[GenerateRequest]) -> dict[str, list[Any]]:
-    """By request its tokens and their log-probabilities."""
-    answers: dict[str, list[Any]] = {each.id: [] for each in requests}
-    for each in requests:
-        engine.add(each)
-    while engine.has_work:
-        for event in engine.step():
-            assert event.error is None, event.error
-            if event.token_id is not None:
-                answers[event.request_id].append((event.token_id, event.logprob))
-    return answers

@@ -158,3 +158,16 @@ def random_requests(count: int, prompt: int, max_tokens: int, vocab: int, seed: 
     return [
         request(f"r{number}", [draw.randrange(4, vocab) for _ in range(prompt)], max_tokens) for number in range(count)
     ]
+
+
+def answers_of(engine: Engine[Any], requests: list[GenerateRequest]) -> dict[str, list[Any]]:
+    """The tokens of each request and their log-probabilities, of which all bits are compared."""
+    found: dict[str, list[Any]] = {each.id: [] for each in requests}
+    for each in requests:
+        engine.add(each)
+    while engine.has_work:
+        for event in engine.step():
+            assert event.error is None, event.error
+            if event.token_id is not None:
+                found[event.request_id].append((event.token_id, event.logprob))
+    return found
