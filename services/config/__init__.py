@@ -4,7 +4,7 @@ Roles receive a :class:`Settings` by constructor and never read the environment 
 """
 
 from services.config.fields import ATTENTION, COLOCATED, EXPERTS, GATEWAY, ROLES, SCHEDULER, WORKERS, Role, option
-from services.config.load import Layered, layer, load_layered, load_settings, nearest_hint, parse_options
+from services.config.load import Layered, layer, load_layered, load_settings, nearest_hint, parse_options, settings_of
 from services.config.options import OptionParser, concerned
 from services.config.renamed import RENAMED
 from services.config.rules import check_bounds, colocated, require
@@ -42,4 +42,5 @@ __all__ = [
     "parse_options",
     "require",
     "roles_of",
+    "settings_of",
 ]

@@ -145,6 +145,16 @@ def layer(given: Mapping[str, Any], overrides: Mapping[str, object] | None = Non
     return _merge(sources)
 
 
+def settings_of(values: Mapping[str, Any], label: str) -> Settings:
+    """Returns the settings in ``values`` over the defaults, without the environment. ``label`` says in errors whose
+    they are.
+
+    Raises:
+        ConfigError: one is unknown or malformed, or a file that one names cannot be read.
+    """
+    return _merge([_Source(label=label, prefix="", values=dict(values))]).settings
+
+
 def _refuse_unknown(parser: OptionParser, argument: str) -> NoReturn:
     word = argument.split("=")[0]
     see = f"See `{parser.prog} --help`."

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
@@ -227,29 +228,35 @@ async def assemble(settings: Settings, redis: Redis, tracer: Tracer | None = Non
 async def front(settings: Settings, stop: asyncio.Event) -> None:
     """Runs a gateway until ``stop``, then drains it."""
     with tracing(settings, GATEWAY) as tracer:
-        await _front(settings, tracer, stop)
+        listener = listen(settings.host, settings.port)
+        try:
+            async with in_service(settings, tracer) as gateway:
+                await _serve(settings, gateway, listener, stop)
+        finally:
+            listener.close()
 
 
-async def _front(settings: Settings, tracer: Tracer | None, stop: asyncio.Event) -> None:
+@asynccontextmanager
+async def in_service(settings: Settings, tracer: Tracer | None = None) -> AsyncIterator[Gateway]:
+    """Builds a gateway and runs all of it but its HTTP server: heartbeats, what follows Redis, and the page of metrics
+    if that has a port of its own. After the block the gateway leaves the queue; :func:`drain` comes before."""
     assert settings.redis_url is not None, "load_settings requires it of this role"
     sys.setswitchinterval(_SWITCH_S)
     keep_one_heap()
-    listener = listen(settings.host, settings.port)
     redis = connect(settings.redis_url)
     try:
         async with assemble(settings, redis, tracer) as gateway, _separate_metrics(settings, gateway.parts):
             await _greet(gateway, redis)
             collect_seldom()
-            connections = Connections(gateway.bounds, gateway.parts.metrics, "api")
             gateway.heartbeat.start()
             try:
-                await _serve(settings, gateway, HttpServer(build_app(gateway.parts), listener, connections), stop)
+                async with _following(gateway):
+                    yield gateway
             finally:
                 await gateway.heartbeat.stop()
             with contextlib.suppress(QueueUnavailable):
                 await gateway.queue.leave()
     finally:
-        listener.close()
         await redis.aclose()
 
 
@@ -278,27 +285,40 @@ async def _greet(gateway: Gateway, redis: Redis) -> None:
         log.warning("starting without a queue: %s", error.message)
 
 
-async def _serve(settings: Settings, gateway: Gateway, server: HttpServer, stop: asyncio.Event) -> None:
+@asynccontextmanager
+async def _following(gateway: Gateway) -> AsyncIterator[None]:
+    """Runs what follows Redis. An error there ends the block."""
     async with asyncio.TaskGroup() as group:
         work = (gateway.follower.run(), gateway.notes.run(), give_back_memory(), _keep_time(gateway.clock))
         background = [group.create_task(part) for part in work]
-        serving = group.create_task(server.run())
-        log.info("listening on %s port %d", settings.host, settings.port)
-        drain = Drain(
-            gateway.parts.intake,
-            gateway.table,
-            gateway.follower,
-            settings.drain_timeout,
-            settings.drain_delay,
-            close_idle=server.close_idle,
-        )
         try:
-            await stop.wait()
-            await drain.run()
-            server.stop()
-            await serving
+            yield
         finally:
             await end_tasks(background)
+
+
+async def _serve(settings: Settings, gateway: Gateway, listener: socket.socket, stop: asyncio.Event) -> None:
+    connections = Connections(gateway.bounds, gateway.parts.metrics, "api")
+    server = HttpServer(build_app(gateway.parts), listener, connections)
+    async with asyncio.TaskGroup() as group:
+        serving = group.create_task(server.run())
+        log.info("listening on %s port %d", settings.host, settings.port)
+        await stop.wait()
+        await drain(settings, gateway, close_idle=server.close_idle)
+        server.stop()
+        await serving
+
+
+async def drain(settings: Settings, gateway: Gateway, *, close_idle: Callable[[float], int]) -> None:
+    """Has open requests end, and refuses others. ``close_idle``: see :class:`Drain`."""
+    await Drain(
+        gateway.parts.intake,
+        gateway.table,
+        gateway.follower,
+        settings.drain_timeout,
+        settings.drain_delay,
+        close_idle=close_idle,
+    ).run()
 
 
 async def _keep_time(clock: RedisClock) -> None:

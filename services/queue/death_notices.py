@@ -17,14 +17,17 @@ from services.runtime.address import incarnations_of
 
 
 class DeathNotices:
-    """Reports ends of this host's attention and expert workers. Raises QueueUnavailable while Redis does not answer."""
+    """Reports ends of attention and expert workers, of this host unless another is named.
+
+    Raises QueueUnavailable while Redis does not answer.
+    """
 
     def __init__(self, redis: Redis, keys: Keys, limits: QueueLimits | None = None) -> None:
         limits = limits or QueueLimits()
         self._scripts = Scripts(redis, keys, limits)
         self._workers, self._seats = SchedulerQueue(redis, keys, limits), SeatRegistry(redis, keys, limits)
 
-    async def send(self, pid: int, metrics_port: int) -> int:
+    async def send(self, pid: int, metrics_port: int, host: str | None = None) -> int:
         """Reports that the process ``pid`` with its metrics page on ``metrics_port`` has ended.
 
         A member's id begins with its host's name and its process number (:func:`services.runtime.address.incarnation`);
@@ -36,7 +39,7 @@ class DeathNotices:
             *(state.info for state in await self._workers.workers()),
             *(state.info for state in await self._seats.seats()),
         ]
-        ours = incarnations_of(pid)
+        ours = incarnations_of(pid, host)
         ended = [
             info.id
             for info in infos

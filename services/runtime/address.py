@@ -26,9 +26,9 @@ def incarnation() -> str:
     return incarnations_of(os.getpid()) + uuid.uuid4().hex[:8]
 
 
-def incarnations_of(pid: int) -> str:
-    """Return what the name of every incarnation of this host's process ``pid`` begins with."""
-    return f"{socket.gethostname()}-{pid}-"
+def incarnations_of(pid: int, host: str | None = None) -> str:
+    """Return what the name of every incarnation of the process ``pid`` of ``host`` (default: this one) begins with."""
+    return f"{host or socket.gethostname()}-{pid}-"
 
 
 def scrape_url(settings: NetworkSettings, port: int) -> str:

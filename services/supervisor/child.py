@@ -20,7 +20,10 @@ log = logging.getLogger(__name__)
 
 
 class Running(Protocol):
-    """A process as the supervisor sees it. ``start`` may be called again after it ended."""
+    """A process as the supervisor sees it. ``start`` may be called again after it ended; ``pid`` is None between."""
+
+    @property
+    def pid(self) -> int | None: ...
 
     async def start(self) -> object: ...
 
@@ -136,6 +139,11 @@ class Child:
         self._began = 0.0
         self._sleep = sleep
         self._stopping = False
+
+    @property
+    def pid(self) -> int | None:
+        """Process id while it runs."""
+        return self._process.pid
 
     @property
     def well(self) -> bool:

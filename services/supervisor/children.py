@@ -63,6 +63,10 @@ class Children:
         """Return how many children of ``roles`` other than ``name`` did not fail too often of late."""
         return sum(child.well for role, child in self._children if role in roles and child.name != name)
 
+    def pid(self, name: str) -> int | None:
+        """Return the process id of the child called ``name`` while it runs."""
+        return next((child.pid for _, child in self._children if child.name == name), None)
+
     def restart(self, name: str) -> None:
         """Kill the child called ``name``; it is started again."""
         for _, child in self._children:

@@ -23,9 +23,10 @@ class Notices:
         self._death_notices = DeathNotices(self._redis, Keys(namespace))
         self._under_way: set[asyncio.Task[None]] = set()
 
-    def ended(self, pid: int, *, name: str, metrics_port: int) -> None:
-        """Report the end of process ``pid``, which was called ``name``. Returns at once."""
-        task = asyncio.create_task(self._send(pid, name, metrics_port))
+    def ended(self, pid: int, *, name: str, metrics_port: int, host: str | None = None) -> None:
+        """Report the end of process ``pid`` of ``host`` (default: this one), which was called ``name``. Returns at
+        once."""
+        task = asyncio.create_task(self._send(pid, name, metrics_port, host))
         self._under_way.add(task)
         task.add_done_callback(self._under_way.discard)
 
@@ -33,10 +34,10 @@ class Notices:
         await end_tasks(self._under_way)
         await self._redis.aclose()
 
-    async def _send(self, pid: int, name: str, metrics_port: int) -> None:
+    async def _send(self, pid: int, name: str, metrics_port: int, host: str | None) -> None:
         try:
             async with asyncio.timeout(TIMEOUT_S):
-                if await self._death_notices.send(pid, metrics_port):
+                if await self._death_notices.send(pid, metrics_port, host):
                     log.info("%s (process %d) has ended; its requests and experts move to other workers", name, pid)
         except Exception as error:  # noqa: BLE001  the lease ends it otherwise
             log.debug("cannot report the end of %s (process %d): %r", name, pid, error)

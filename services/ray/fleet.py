@@ -1,0 +1,157 @@
+"""The actors of an application, by name: made, found again, asked, stopped. All calls to Ray's core are here.
+
+Actors are detached, so they outlive the controller that made them, which finds them again by their names.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from services.ray.arguments import Resources
+from services.ray.keeper import Keeper, RedisKeeper, Report
+
+NAMESPACE = "expertmesh"
+"""Ray's namespace of all actors here."""
+_ANSWER_S = 5.0
+_CALLS = 8
+"""Calls that an actor answers at once: a stop takes long, and reports go on meanwhile."""
+
+log = logging.getLogger(__name__)
+
+
+class Gone(Exception):
+    """The actor has died. Ray starts it again."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Where an actor is to run: on ``node`` if there is room, or on any; or in bundle ``bundle`` of group ``pack``."""
+
+    node: str | None = None
+    pack: PlacementGroup | None = None
+    bundle: int = 0
+
+
+class Fleet:
+    """Actors of the application ``name``."""
+
+    def __init__(self, name: str) -> None:
+        self._prefix = f"{name}/"
+        self._packs: dict[str, PlacementGroup] = {}
+
+    def names(self) -> list[str]:
+        """Return the names of all actors of the application that Ray keeps alive."""
+        listed = ray.util.list_named_actors(all_namespaces=True)
+        found = [each["name"] for each in listed if each["namespace"] == NAMESPACE]
+        return sorted(each.removeprefix(self._prefix) for each in found if each.startswith(self._prefix))
+
+    def find(self, name: str) -> Any:
+        """Return the handle of the actor called ``name``. Raises Gone where there is none."""
+        try:
+            return ray.get_actor(self._prefix + name, namespace=NAMESPACE)
+        except ValueError as error:
+            raise Gone(name) from error
+
+    def start(
+        self,
+        name: str,
+        arguments: Mapping[str, Any],
+        resources: Resources,
+        gpus: float,
+        place: Place,
+        runtime_env: Mapping[str, Any],
+    ) -> Any:
+        """Have Ray start a :class:`Keeper`, as soon as there is room for it, and return its handle."""
+        strategy: Any = "SPREAD"
+        if place.pack is not None:
+            strategy = PlacementGroupSchedulingStrategy(place.pack, place.bundle)
+        elif place.node is not None:
+            strategy = NodeAffinitySchedulingStrategy(place.node, soft=True)
+        options = self._options(name) | {
+            "num_cpus": resources.cpus,
+            "num_gpus": gpus,
+            "resources": resources.resources,
+            "scheduling_strategy": strategy,
+        }
+        if resources.labels and place.pack is None:
+            options["label_selector"] = resources.labels
+        if runtime_env:
+            options["runtime_env"] = dict(runtime_env)
+        return ray.remote(Keeper).options(**options).remote(**arguments)
+
+    def start_redis(self, folder: str) -> Any:
+        """Have Ray start a :class:`RedisKeeper` on this node, or find the one that runs."""
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        options = self._options("redis") | {"num_cpus": 0, "scheduling_strategy": here, "get_if_exists": True}
+        return ray.remote(RedisKeeper).options(**options).remote(folder)
+
+    async def report(self, handle: Any) -> Report | None:
+        """Return what the actor says; None: it is not there yet, or does not answer. Raises Gone where it has died."""
+        try:
+            async with asyncio.timeout(_ANSWER_S):
+                found: Report = await handle.report.remote()
+                return found
+        except TimeoutError:
+            return None
+        except (ray.exceptions.RayActorError, ray.exceptions.ActorUnavailableError) as error:
+            raise Gone(str(error)) from error
+
+    async def stop(self, handle: Any) -> None:
+        """Drain the actor's process, and end the actor for good."""
+        try:
+            await handle.stop.remote()
+        except ray.exceptions.RayError as error:
+            log.info("an actor that was to drain died: %s", error)
+        self.kill(handle)
+
+    def kill(self, handle: Any) -> None:
+        """End the actor and its process at once, for good."""
+        ray.kill(handle, no_restart=True)
+
+    def pack(self, name: str, bundle: Mapping[str, float], count: int) -> PlacementGroup:
+        """Return the placement group called ``name``: ``count`` bundles on one node. It is made if there is none."""
+        if name not in self._packs:
+            title = f"{NAMESPACE}-{self._prefix}{name}"
+            try:
+                self._packs[name] = ray.util.get_placement_group(title)
+            except ValueError:
+                self._packs[name] = placement_group(
+                    [dict(bundle)] * count, strategy="STRICT_PACK", name=title, lifetime="detached"
+                )
+        return self._packs[name]
+
+    def unpack(self, name: str) -> None:
+        """Give the placement group called ``name`` back."""
+        if (group := self._packs.pop(name, None)) is not None:
+            remove_placement_group(group)
+
+    def packs(self) -> list[str]:
+        """Return the names of the placement groups that :meth:`pack` made or found."""
+        return list(self._packs)
+
+    def _options(self, name: str) -> dict[str, Any]:
+        return {
+            "name": self._prefix + name,
+            "namespace": NAMESPACE,
+            "lifetime": "detached",
+            "max_restarts": -1,
+            "max_concurrency": _CALLS,
+        }
+
+
+def nodes() -> list[dict[str, Any]]:
+    """Return the nodes that are alive, as Ray lists them."""
+    return [node for node in ray.nodes() if node["Alive"]]
+
+
+def addresses() -> dict[str, str]:
+    """Return node id -> address of the nodes that are alive."""
+    return {node["NodeID"]: node["NodeManagerAddress"] for node in nodes()}

@@ -1,0 +1,181 @@
+"""The gateway as replicas of a Serve deployment: its own ASGI application behind Serve's proxies.
+
+What a gateway does to connections (how many, how slowly they may send) is the proxies' here; limits on bodies, rates
+and answers are the gateway's as ever. A replica is a gateway to the queue like any other process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from contextlib import ExitStack
+from typing import Any
+
+import ray
+from ray import serve
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from services.config import GATEWAY, Settings
+from services.errors import StartupError
+from services.gateway.app import build_app
+from services.gateway.connections import Bounds
+from services.gateway.role import drain, in_service
+from services.gateway.stream import Line
+from services.model.hub import with_checkpoint
+from services.ray.arguments import Arguments
+from services.runtime import configure_logging
+from services.runtime.tracing import tracing
+from services.supervisor.handover import held_ports
+
+_DISCOVERY = "/metrics/targets"
+_INTRODUCE_S = 10.0
+
+log = logging.getLogger(__name__)
+Pages = Callable[[], Awaitable[list[dict[str, Any]]]]
+
+
+class GatewayApp:
+    """The gateway's application with a lifespan: it begins when the replica starts, and drains when it ends.
+
+    Beside the gateway's own paths it answers GET /metrics/targets, the pages of all processes for Prometheus' HTTP
+    service discovery; ``pages`` returns them.
+    """
+
+    def __init__(self, settings: Settings, pages: Pages) -> None:
+        self._settings, self._pages = settings, pages
+        self._app: ASGIApp | None = None
+        self._bounds = Bounds()
+        self.failure: BaseException | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._live(receive, send)
+        elif scope["type"] == "http" and scope["method"] == "GET" and scope["path"] == _DISCOVERY:
+            await self._discover(send)
+        else:
+            assert self._app is not None, "Serve sends no request before the lifespan has begun"
+            await _Call(self._app, self._bounds, receive).answer(scope, send)
+
+    async def _live(self, receive: Receive, send: Send) -> None:
+        await receive()
+        settings, begun = self._settings, False
+        try:
+            with tracing(settings, GATEWAY) as tracer:
+                async with in_service(settings, tracer) as gateway:
+                    self._app, self._bounds, begun = build_app(gateway.parts), gateway.bounds, True
+                    await send({"type": "lifespan.startup.complete"})
+                    await receive()
+                    await drain(settings, gateway, close_idle=lambda _: 0)
+        except StartupError as error:
+            log.error("%s", error.message)
+            self.failure = error
+        except BaseException as error:  # a cancellation, too: a part of the gateway has ended
+            log.exception("the gateway ended")
+            self.failure = error
+        if begun:
+            await send({"type": "lifespan.shutdown.complete"})
+        else:
+            await send({"type": "lifespan.startup.failed", "message": str(self.failure)})
+
+    async def _discover(self, send: Send) -> None:
+        body = json.dumps(await self._pages()).encode()
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        start: MutableMapping[str, Any] = {"type": "http.response.start", "status": 200, "headers": headers}
+        await send(start)
+        await send({"type": "http.response.body", "body": body})
+
+
+class BrokenOff(Exception):
+    """An answer that must not look complete has ended early: Serve breaks its client's connection."""
+
+
+class _Call:
+    """One request. The connection belongs to Serve's proxy, so it is broken by an error."""
+
+    def __init__(self, app: ASGIApp, bounds: Bounds, receive: Receive) -> None:
+        self._app, self._bounds, self._receive = app, bounds, receive
+        self._aborted = asyncio.Event()
+
+    async def answer(self, scope: Scope, send: Send) -> None:
+        line = Line(
+            abort=self._aborted.set,
+            expire=self._aborted.set,
+            now=asyncio.get_running_loop().time,
+            stall_s=self._bounds.stall_s,
+            min_rate=self._bounds.min_rate,
+        )
+        line.under(scope)
+        await self._app(scope, self._next, send)
+        if self._aborted.is_set():
+            raise BrokenOff("the answer is incomplete")
+
+    async def _next(self) -> Message:
+        """Return the client's next message; that it is gone, once the answer was broken off."""
+        waits = [asyncio.ensure_future(self._receive()), asyncio.ensure_future(self._aborted.wait())]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            message: Message = {"type": "http.disconnect"} if self._aborted.is_set() else waits[0].result()
+            return message
+        finally:
+            for each in waits:
+                each.cancel()
+
+
+class Gateway:
+    """A replica. ``controller`` is the handle of the application's controller, which knows where Redis is."""
+
+    async def __init__(self, settings: Mapping[str, Any], controller: Any) -> None:
+        self._controller = controller
+        shared = Settings(**settings)
+        configure_logging(GATEWAY, shared.log_level, shared.log_format)
+        url = await controller.redis_url.remote()
+        self._ports = ExitStack()
+        (page,) = held_ports("0.0.0.0", 1, self._ports)
+        own = {"redis_url": url, "redis_url_file": None, "host": "0.0.0.0", "metrics_port": page, "process": GATEWAY}
+        self._settings = await asyncio.to_thread(with_checkpoint, shared.model_copy(update=own), weights=False)
+        self._page = f"{ray.util.get_node_ip_address()}:{page}"
+        self._introducing = asyncio.ensure_future(self._introduce())
+
+    def __serve_build_asgi_app__(self) -> GatewayApp:
+        async def pages() -> list[dict[str, Any]]:
+            found: list[dict[str, Any]] = await self._controller.scrape_targets.remote()
+            return found
+
+        self._gateway = GatewayApp(self._settings, pages)
+        return self._gateway
+
+    async def check_health(self) -> None:
+        """Raise where the gateway has ended; Serve calls it and replaces the replica."""
+        if self._gateway.failure is not None:
+            raise RuntimeError(f"the gateway ended: {self._gateway.failure}")
+
+    async def _introduce(self) -> None:
+        """Name this replica's page to the controller, again and again: a controller that starts again knows none."""
+        replica = serve.get_replica_context().replica_tag
+        while True:
+            try:
+                await self._controller.introduce.remote(replica, self._page)
+            except Exception as error:  # noqa: BLE001  the next time
+                log.debug("the controller does not answer: %r", error)
+            await asyncio.sleep(_INTRODUCE_S)
+
+
+def gateway_of(arguments: Arguments, settings: Settings, controller: Any) -> Any:
+    """Return the deployment that is the application's way in, bound to its arguments."""
+    gateways = arguments.gateways
+    deployment = serve.deployment(
+        name="Gateway",
+        max_ongoing_requests=gateways.max_requests,
+        autoscaling_config={
+            "min_replicas": gateways.min_replicas,
+            "max_replicas": gateways.max_replicas,
+            "target_ongoing_requests": gateways.target_requests,
+        },
+        graceful_shutdown_timeout_s=settings.drain_timeout + settings.drain_delay + 10.0,
+        graceful_shutdown_wait_loop_s=0.2,
+        ray_actor_options={"num_cpus": gateways.cpus}
+        | ({"runtime_env": arguments.runtime_env} if arguments.runtime_env else {}),
+    )(serve.ingress()(Gateway))
+    return deployment.bind(settings.model_dump(mode="json"), controller)
