@@ -7,10 +7,12 @@ A user's fault or a passing condition is raised as one of these, travels back al
     |-- StartupError            a role cannot start; the process exits with ``exit_code``
     |   |-- ConfigError         an option is unknown, malformed or contradicts another
     |   |   |-- ProgramMissing  a program of others that a command runs is not on PATH
+    |   |   |-- RayMissing      Ray is to place the processes, and is not installed
     |   |   |-- VllmMissing     vLLM is to be measured beside this server, and is not there
     |   |   `-- WorkerExtraMissing  torch, or what else the extra `worker` installs, is not there
     |   |-- CheckpointError     the model folder is incomplete, damaged or has tensors that do not belong to it
     |   |   `-- UnsupportedModel    the architecture or a feature of it is not implemented
+    |   |-- RayUnavailable      no Ray cluster answers, or one of another version
     |   |-- PortInUse           another process listens on the address
     |   |-- FingerprintMismatch another model is served in this namespace
     |   `-- VersionMismatch     members of this namespace live that read no version which this release writes
@@ -132,6 +134,15 @@ class UnfitDevice(ConfigError):
     code = "unfit_device"
 
 
+class RayMissing(ConfigError):
+    """The command needs Ray."""
+
+    code = "ray_missing"
+
+    def __init__(self) -> None:
+        super().__init__("The Python package ray is not installed.", hint="Run `pip install 'expertmesh[ray]'`.")
+
+
 class WorkerExtraMissing(ConfigError):
     """``package`` is not installed, one of those that attention and expert workers need."""
 
@@ -168,6 +179,10 @@ class UnsupportedModel(CheckpointError):
 class PortInUse(StartupError):
     code = "port_in_use"
     exit_code = 4
+
+
+class RayUnavailable(StartupError):
+    code = "ray_unavailable"
 
 
 class FingerprintMismatch(StartupError):

@@ -97,6 +97,7 @@ COMMANDS = {
         "recommend a layout for a model and its GPUs, with the command that runs it", _from("services.planner.plan")
     ),
     "bench": Command("measure an engine or a server, by itself or beside vLLM", _from("services.bench.command")),
+    "ray": Command("serve a model on a Ray cluster: up, status, down", _from("services.ray.command")),
     "queue": Command("list, show, retry or drop dead-lettered requests", _from("services.cli.queue")),
     "redis-acl": Command("print a Redis user for each role (ACL rules)", _from("services.cli.redis_acl")),
     "keys": Command("create, list or revoke API keys", _from("services.cli.keys")),

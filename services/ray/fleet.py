@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,6 +105,14 @@ class Fleet:
         except (ray.exceptions.RayActorError, ray.exceptions.ActorUnavailableError) as error:
             raise Gone(str(error)) from error
 
+    async def secret(self, handle: Any) -> str:
+        """Return the fabric's secret, as the actor knows it; empty where it does not answer."""
+        with suppress(TimeoutError, ray.exceptions.RayError):
+            async with asyncio.timeout(_ANSWER_S):
+                found: str = await handle.secret.remote()
+                return found
+        return ""
+
     async def stop(self, handle: Any) -> None:
         """Drain the actor's process, and end the actor for good."""
         try:
@@ -149,9 +158,11 @@ class Fleet:
 
 def nodes() -> list[dict[str, Any]]:
     """Return the nodes that are alive, as Ray lists them."""
-    return [node for node in ray.nodes() if node["Alive"]]
+    listed: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    return [node for node in listed if node["Alive"]]
 
 
-def addresses() -> dict[str, str]:
-    """Return node id -> address of the nodes that are alive."""
-    return {node["NodeID"]: node["NodeManagerAddress"] for node in nodes()}
+def resources(*, free: bool = False) -> Mapping[str, float]:
+    """Return the resources of the cluster by name, or those of them that are free."""
+    found: Mapping[str, float] = ray.available_resources() if free else ray.cluster_resources()  # type: ignore[no-untyped-call]
+    return found

@@ -13,7 +13,6 @@ from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from contextlib import ExitStack
 from typing import Any
 
-import ray
 from ray import serve
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -25,6 +24,7 @@ from services.gateway.role import drain, in_service
 from services.gateway.stream import Line
 from services.model.hub import with_checkpoint
 from services.ray.arguments import Arguments
+from services.ray.keeper import node_address
 from services.runtime import configure_logging
 from services.runtime.tracing import tracing
 from services.supervisor.handover import held_ports
@@ -113,11 +113,13 @@ class _Call:
 
     async def _next(self) -> Message:
         """Return the client's next message; that it is gone, once the answer was broken off."""
-        waits = [asyncio.ensure_future(self._receive()), asyncio.ensure_future(self._aborted.wait())]
+        receiving = asyncio.ensure_future(self._receive())
+        waits: tuple[asyncio.Future[Any], ...] = (receiving, asyncio.ensure_future(self._aborted.wait()))
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            message: Message = {"type": "http.disconnect"} if self._aborted.is_set() else waits[0].result()
-            return message
+            if self._aborted.is_set():
+                return {"type": "http.disconnect"}
+            return receiving.result()
         finally:
             for each in waits:
                 each.cancel()
@@ -126,7 +128,7 @@ class _Call:
 class Gateway:
     """A replica. ``controller`` is the handle of the application's controller, which knows where Redis is."""
 
-    async def __init__(self, settings: Mapping[str, Any], controller: Any) -> None:
+    async def __init__(self, settings: Mapping[str, Any], controller: Any) -> None:  # type: ignore[misc]  # Serve awaits it
         self._controller = controller
         shared = Settings(**settings)
         configure_logging(GATEWAY, shared.log_level, shared.log_format)
@@ -135,7 +137,7 @@ class Gateway:
         (page,) = held_ports("0.0.0.0", 1, self._ports)
         own = {"redis_url": url, "redis_url_file": None, "host": "0.0.0.0", "metrics_port": page, "process": GATEWAY}
         self._settings = await asyncio.to_thread(with_checkpoint, shared.model_copy(update=own), weights=False)
-        self._page = f"{ray.util.get_node_ip_address()}:{page}"
+        self._page = f"{node_address()}:{page}"
         self._introducing = asyncio.ensure_future(self._introduce())
 
     def __serve_build_asgi_app__(self) -> GatewayApp:

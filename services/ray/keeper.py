@@ -69,7 +69,7 @@ class Keeper:
     def __init__(self, name: str, role: Role, settings: Mapping[str, Any], secret: str) -> None:
         self._name, self._role, self._secret = name, role, secret
         self._settings = Settings(**settings)
-        self._address = ray.util.get_node_ip_address()
+        self._address = node_address()
         node = ray.get_runtime_context().get_node_id()
         self._report = Report(host=socket.gethostname(), address=self._address, node=node)
         self._readiness: Readiness | None = None
@@ -168,6 +168,12 @@ class Keeper:
                 await asyncio.sleep(0.1)
         finally:
             following.cancel()
+
+
+def node_address() -> str:
+    """Return the address at which other nodes of the Ray cluster reach this one."""
+    address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+    return address
 
 
 class RedisKeeper:
