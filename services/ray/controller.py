@@ -122,7 +122,8 @@ class Controller:
 
     async def identity(self) -> tuple[str, str]:
         """Return the URL of Redis, if it was given, and the namespace in it: two applications may not share both."""
-        return self._arguments.settings.get("redis_url") or "", self._settings.namespace
+        given = self._arguments.checked_settings()
+        return given.redis_url or "", given.namespace
 
     async def _begin(self) -> None:
         """Find the actors of a predecessor and Redis, or start it. The fabric's secret is that of the actors."""

@@ -142,7 +142,7 @@ class Members:
         """Drain units that are not wanted. Of those that only have other settings now, one at a time is replaced."""
         surplus = [member for name, member in self._members.items() if name not in self._wanted]
         replaced = {unit.name for unit in self._wanted.values()}
-        busy = any(member.leaving for member in surplus) or not self._all_ready()
+        busy = any(member.leaving for member in surplus) or not self._settled()
         for member in sorted(surplus, key=lambda member: member.ready):  # those that do not serve first
             if member.leaving is not None:
                 continue
@@ -168,9 +168,11 @@ class Members:
                 self._failed_on.setdefault(member.unit, set()).add(said.node)
                 member.leaving = asyncio.ensure_future(self._leave(member))
 
-    def _all_ready(self) -> bool:
-        present = [self._members[name] for name in self._wanted if name in self._members]
-        return all(member.ready for member in present)
+    def _settled(self) -> bool:
+        """Return whether each unit that is wanted is ready, or runs with the settings that it had before."""
+        held = {member.unit for member in self._members.values()}
+        found = [(unit, self._members.get(name)) for name, unit in self._wanted.items()]
+        return all(unit.name in held if member is None else member.ready for unit, member in found)
 
     async def _leave(self, member: Member) -> None:
         log.info("%s drains and ends", member.name)
