@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -13,6 +14,7 @@ from typing import Any
 import httpx
 import ray
 from ray import serve
+from ray.serve.exceptions import RayServeException
 from rich.console import Console
 from rich.table import Table
 
@@ -24,6 +26,7 @@ from services.supervisor.handover import base_url
 
 _POLL_S = 0.5
 _NOTE_S = 10.0
+_REACH_S = 5.0
 _STATES = {"ready": "green", "failed": "red", "died": "red"}
 
 
@@ -74,7 +77,8 @@ def status(*, address: str | None, name: str) -> int:
         print("wanted by the scheduler:", ", ".join(f"{of} {count}" for of, count in found["targets"].items()))
     if found["lacking"]:
         print(found["lacking"])
-    return 0 if all(row["state"] == "ready" for row in found["units"]) else 1
+    states = {row["state"] for row in found["units"]}
+    return 0 if states == {"ready"} and not found["lacking"] else 1
 
 
 def down(*, address: str | None, name: str) -> int:
@@ -90,6 +94,7 @@ def down(*, address: str | None, name: str) -> int:
 def _connected(address: str | None, *, start: bool = False) -> Iterator[bool]:
     """Connect to a cluster; yield whether it had to be started."""
     own = False
+    _check_reachable(address)
     try:
         try:
             ray.init(address=address or "auto", log_to_driver=False, logging_level=logging.ERROR)
@@ -111,10 +116,23 @@ def _connected(address: str | None, *, start: bool = False) -> Iterator[bool]:
         ray.shutdown()
 
 
+def _check_reachable(address: str | None) -> None:
+    """Raise RayUnavailable at once where nobody listens at ``address``: Ray itself tries for minutes."""
+    host, _, port = (address or "").removeprefix("ray://").rpartition(":")
+    if not host or not port.isdigit():
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=_REACH_S).close()
+    except OSError as error:
+        raise RayUnavailable(
+            f"Nobody listens at {address}: {error}.", hint="`ray status` on the head shows the address of a cluster."
+        ) from error
+
+
 def _deploy(arguments: Mapping[str, Any], name: str) -> None:
     try:
         serve.run(app(arguments), name=name, route_prefix="/")
-    except RuntimeError as error:
+    except (RuntimeError, RayServeException) as error:
         raise ConfigError(f"The application {name} could not be deployed: {_reason(name) or error}") from error
 
 

@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
 def _up(argv: Sequence[str]) -> int:
     parser = _parser("up", "Deploy an application, wait until it is ready, and print its URL.")
     parser.add_argument("--schedulers", type=int, default=2, metavar="N", help="schedulers; one leads (default: 2)")
-    parser.add_argument("--gateways", type=int, default=1, metavar="N", help="fewest gateways (default: 1)")
+    parser.add_argument("--gateways", type=int, default=1, metavar="N", help="minimum of gateways (default: 1)")
     parser.add_argument("--cpus", type=float, default=1.0, metavar="N", help="cores that Ray reserves for each worker")
     parser.add_argument("--gpus", type=float, metavar="N", help="GPUs of each worker (default: 1 where there are any)")
     parser.add_argument("--http-host", default="127.0.0.1", metavar="HOST", help="address of Serve's proxies")

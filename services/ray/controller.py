@@ -1,6 +1,6 @@
 """The controller: a Serve deployment of one replica that makes the actors be what the settings and the scheduler want.
 
-Once a second it compares. A unit that is not there is started on the node that has the fewest of its kind, one that is
+Once a second it compares. A unit that is not there is started on the node that has least of its kind, one that is
 not wanted is drained and ended, one with other settings is replaced, one at a time. If the controller dies all go on;
 its successor finds them by their names. It ends them when its application is deleted.
 """

@@ -1,6 +1,6 @@
 """The processes of an application, each behind its actor: those that are wanted are started, others end.
 
-A unit that is not there is started on the node that has the fewest of its kind, one that is not wanted is drained and
+A unit that is not there is started on the node that has least of its kind, one that is not wanted is drained and
 ended, and one with other settings is replaced, one at a time.
 """
 
@@ -212,7 +212,7 @@ class Members:
         return 1.0 if on_gpu else 0.0
 
     def _place(self, unit: Unit, settings: Settings) -> Place:
-        """Return where ``unit`` is to run: packed with its like, or on the node with the fewest of its kind."""
+        """Return where ``unit`` is to run: packed with its like, or on the node with least of its kind."""
         needs = self._arguments.resources_of(unit.role)
         if unit.pack is not None:
             bundle = {"CPU": needs.cpus, "GPU": self._gpus(unit)} | needs.resources
@@ -222,7 +222,7 @@ class Members:
         return Place(node=self._emptiest(unit))
 
     def _emptiest(self, unit: Unit) -> str | None:
-        """Return the node that has the fewest units of the same kind, and among these the fewest of all."""
+        """Return the node that has least units of the same kind, and among these least of all."""
         alike: Counter[str] = Counter()
         every: Counter[str] = Counter()
         for name, member in self._members.items():
