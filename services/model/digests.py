@@ -145,7 +145,7 @@ def _hashing(
             f"Digests of a quantised checkpoint need torch. {WorkerExtraMissing('torch').message}"
         ) from error
     with single_threads():
-        yield spec.dtype, partial(digest_of_loaded, checkpoint, spec.dtype)
+        yield spec.dtype, partial(digest_of_loaded, checkpoint.pieces, spec.dtype)
 
 
 def _each(digest: Callable[[Names], bytes], matrices: Iterable[Names]) -> Iterator[bytes]:

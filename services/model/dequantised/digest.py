@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
-from services.model.checkpoint import Checkpoint
 
+def digest_of_loaded(pieces: Callable[[str], Iterable[Tensor]], dtype: str, names: Sequence[str]) -> bytes:
+    """Return the SHA-256 of weights one below the other, of which ``pieces`` yields some rows after the other.
 
-def digest_of_loaded(checkpoint: Checkpoint, dtype: str, names: Sequence[str]) -> bytes:
-    """Return the SHA-256 of weights one below the other. Raises CheckpointError."""
+    Raises:
+        CheckpointError: one of them is damaged.
+    """
     found, loaded = hashlib.sha256(), getattr(torch, dtype)
     for name in names:
-        for piece in checkpoint.pieces(name):
+        for piece in pieces(name):
             found.update(piece.to(loaded).view(torch.uint8).numpy().data)
     return found.digest()
 
