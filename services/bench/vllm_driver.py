@@ -44,7 +44,7 @@ def _timed(vllm: Any, engine: Any, work: dict[str, Any]) -> dict[str, Any]:
 
 
 def _batches(engine: Any) -> dict[str, int]:
-    """Return how much a step takes, as vLLM has decided where it was not told."""
+    """Return how much a step takes, as vLLM has decided it where no argument says it."""
     config: Any = engine
     for part in ("llm_engine", "vllm_config", "scheduler_config"):
         config = getattr(config, part, None)

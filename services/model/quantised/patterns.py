@@ -1,4 +1,4 @@
-"""Patterns of names in config.json, matched in bounded time. A checkpoint is a stranger's, and the library's matcher
+"""Patterns of names in config.json, matched in bounded time. Nobody has looked at a checkpoint that is downloaded, and the library's matcher
 tries ways through a pattern one after the other, of which ``(a+)+$`` has 2 ** n.
 
 A pattern with few ways is the library's. For others the places of a name that can be reached are computed all together,

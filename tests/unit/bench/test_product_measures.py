@@ -298,7 +298,7 @@ def test_vllm_answers_batches_in_a_process_of_its_own(engine: Callable[..., vllm
     side = engine("--max-num-seqs 7")
     assert side.facts["vllm"] == "0.25.1"
     assert side.facts["max_num_seqs"] == 7
-    assert side.facts["max_num_batched_tokens"] == 8192, "its default, which it was not told"
+    assert side.facts["max_num_batched_tokens"] == 8192, "its default, which no argument says"
     batch = Batch(prompts=[[1, 2], [3]], answers=[4, 40])
     heard: list[int] = []
     timed = checked("vLLM", batch, side.run(batch, heard.append))
