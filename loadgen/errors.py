@@ -29,6 +29,12 @@ class BadSetting(LoadError):
     code = "bad_setting"
 
 
+class AddressTaken(LoadError):
+    """Another server listens where one is to be started."""
+
+    code = "address_taken"
+
+
 class FileUnusable(LoadError):
     """A trace, a workload or a recording is missing or has another form."""
 

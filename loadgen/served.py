@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 
 import httpx
 
-from loadgen.errors import ServerEnded
+from loadgen.errors import AddressTaken, ServerEnded
 from services.runtime import die_with_parent
 
 START_S, END_S = 120.0, 60.0
@@ -48,8 +49,10 @@ def started(
     Ctrl-C is not the server's, which ends with the context or with this process. What it prints goes to stderr.
 
     Raises:
+        AddressTaken: something else answers there.
         ServerEnded: the server ended, or was not ready in time.
     """
+    _refuse_other(url)
     process = subprocess.Popen(
         command,
         env=os.environ | (env or {}),
@@ -68,6 +71,16 @@ def started(
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+
+
+def _refuse_other(url: str) -> None:
+    """Raises AddressTaken: whatever answers at ``url`` now is not the server that is to be started."""
+    at = httpx.URL(url)
+    with suppress(OSError), socket.create_connection((at.host, at.port or 80), timeout=2):
+        raise AddressTaken(
+            f"Something answers at {url} already, which would be measured instead of the server that is started.",
+            hint="Choose another port, or end what runs there.",
+        )
 
 
 def _wait_ready(process: subprocess.Popen[bytes], url: str, start_s: float) -> None:

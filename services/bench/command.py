@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -9,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from loadgen.interruption import Interruption, signals
-from loadgen.writable import check_writable
+from loadgen.writable import check_writable, write_whole
 from services.bench import latency, options, throughput
 from services.bench.options import Given
 from services.bench.picture import check as check_picture
@@ -57,10 +58,14 @@ def main(argv: Sequence[str]) -> int:
             f"There is no `expertmesh bench {first}`.", hint=nearest_hint(first, commands) or "See `bench --help`."
         )
     with signals() as stop:
-        return commands[first](rest, stop)
+        try:
+            return commands[first](rest, stop)
+        except KeyboardInterrupt:
+            print("\nexpertmesh: ended before anything was measured.", file=sys.stderr)
+            return _INTERRUPTED
 
 
-def _latency(argv: Sequence[str], _stop: Interruption) -> int:
+def _latency(argv: Sequence[str], stop: Interruption) -> int:
     given = options.latency_options(argv)
     own = given.own
     asked = latency.Asked(
@@ -82,10 +87,11 @@ def _latency(argv: Sequence[str], _stop: Interruption) -> int:
         check=lambda engine: latency.check(asked, engine.limits),
         measure=lambda side, progress: latency.measure(side, asked, prepared.spec.vocab_size, progress),
         figures=latency.figures,
+        stop=stop,
     )
 
 
-def _throughput(argv: Sequence[str], _stop: Interruption) -> int:
+def _throughput(argv: Sequence[str], stop: Interruption) -> int:
     given = options.throughput_options(argv)
     _check_output(given)
     own, prepared = given.own, Prepared.of(given)
@@ -111,6 +117,7 @@ def _throughput(argv: Sequence[str], _stop: Interruption) -> int:
         check=lambda engine: throughput.check(batch, engine.limits),
         measure=lambda side, progress: throughput.measure(side, asked, batch, progress),
         figures=throughput.figures,
+        stop=stop,
     )
 
 
@@ -123,6 +130,7 @@ def _compared(
     check: Callable[[OurEngine], None],
     measure: Callable[[Side, Progress], Iterator[Any]],
     figures: Callable[[Sequence[Any], Sequence[str]], list[Figure]],
+    stop: Interruption,
 ) -> int:
     """Measures our engine, and vLLM's after it, for one GPU has room for one of them. Ctrl-C keeps what there is."""
     began_at, progress = time.time(), Progress()
@@ -131,6 +139,7 @@ def _compared(
     cut_short = False
     try:
         progress.stage(f"{OURS}: loading {prepared.name}")
+        _import_engine(stop)
         engine = prepared.ours()
         try:
             check(engine)
@@ -154,6 +163,15 @@ def _compared(
     found = figures(samples, list(sides))
     report = _report(kind, given, prepared.name, workload, began_at, sides, found, samples)
     return _put_out(replace(report, cut_short=cut_short), given, 0)
+
+
+def _import_engine(stop: Interruption) -> None:
+    """Imports what computes. A Ctrl-C in the middle is heard after it: torch ignores what is raised while it imports
+    numpy, and goes on with half of it."""
+    with stop.heard():
+        importlib.import_module("services.bench.ours")
+    if stop.asked is not None:
+        raise KeyboardInterrupt
 
 
 def _collect(found: Iterator[Any], into: list[Any]) -> None:
@@ -222,9 +240,11 @@ def _report(
 
 
 def _put_out(report: Report, given: Given, code: int) -> int:
-    if given.own.json is not None:
-        given.own.json.write_bytes(encoded(report))
-    if given.own.picture is not None:
-        given.own.picture.write_text(drawn(report), encoding="utf-8")
-    sys.stdout.write(text(report))
+    try:
+        if given.own.json is not None:
+            write_whole(given.own.json, encoded(report))
+        if given.own.picture is not None:
+            write_whole(given.own.picture, drawn(report).encode())
+    finally:  # what took minutes to measure is not lost with a file
+        sys.stdout.write(text(report))
     return _INTERRUPTED if report.cut_short else code

@@ -81,7 +81,7 @@ def serve_options(argv: Sequence[str]) -> Given:
     about = "Serve a model as `expertmesh serve` does, with its options, and measure what clients see."
     parser = OptionParser("expertmesh bench serve", about)
     add = _group(parser)
-    add("--url", help="measure the server that runs there instead; --model is then a name that it serves")
+    add("--url", "--base-url", help="measure the server that runs there instead; --model is then a name that it serves")
     _add_workload(add, SERVE_WORKLOADS)
     add("--request-rate", type=_rate, default=math.inf, metavar="R", help="a second; inf: all at once (default)")
     add("--max-concurrency", type=_number(1), metavar="N", help="clients that each wait for their answer instead")
@@ -119,7 +119,7 @@ def _add_common(parser: OptionParser) -> None:
     add("--vllm-options", default="", metavar="WORDS", help="more options of `vllm serve`, in one word")
     add = parser.add_argument_group("results").add_argument
     add("--seed", type=int, default=0, metavar="N", help="of what is drawn (default: %(default)s)")
-    add("--json", type=Path, metavar="FILE", help="every sample, and where it was measured")
+    add("--json", "--output-json", type=Path, metavar="FILE", help="every sample, and where it was measured")
     add("--picture", type=Path, metavar="FILE.svg", help="a picture of the results")
 
 

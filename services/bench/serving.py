@@ -15,7 +15,7 @@ from services.bench.prepare import check_model
 from services.bench.report import version_here
 from services.bench.serve import Target, ours, theirs
 from services.bench.sides import OURS, VLLM
-from services.bench.vllm import find
+from services.bench.vllm import engine_arguments, find
 from services.config import Settings
 from services.errors import ConfigError
 from services.model.families import spec_from_config
@@ -59,13 +59,19 @@ def prepare(given: Given) -> Serving:
     spec = _spec(given.settings)
     settings = given.settings
     check_length(_longest(given), min(settings.max_model_len or spec.max_position, spec.max_position))
-    name, facts = settings.model_name, {OURS: {"version": version_here()}}
+    name, facts = settings.model_name, {OURS: {"version": version_here(), **_batches(given.words)}}
     targets = [ours(_our_words(given), _free_port(settings))]
     if vllm is not None:
         more = _their_words(given)
         targets.append(theirs(vllm, str(settings.model), name, _free_port(None), more))
-        facts[VLLM] = {"version": vllm.version}
+        facts[VLLM] = {"version": vllm.version, **_batches([*more, *vllm.options])}
     return Serving(targets=targets, load=_load(given, name, spec), facts=facts)
+
+
+def _batches(words: Sequence[str]) -> dict[str, Any]:
+    """Returns how much a step of a server takes, as far as its options say it."""
+    given = engine_arguments(words)
+    return {name: given[name] for name in ("max_num_seqs", "max_num_batched_tokens") if name in given}
 
 
 def _spec(settings: Settings) -> ModelSpec:

@@ -8,6 +8,7 @@ from loadgen.report.grid import grid, printable
 from loadgen.report.table import Table
 from loadgen.report.words import amount, ms
 from services.bench.report import Figure, Report, Spread
+from services.config import option
 
 
 def text(report: Report) -> str:
@@ -24,6 +25,18 @@ def _where(report: Report) -> Iterator[str]:
     for side, facts in report.sides.items():
         shown = ("version", "device", "dtype", "url")
         yield f"{side}: " + printable(", ".join(str(facts[name]) for name in shown if facts.get(name)))
+    if len(report.sides) > 1:
+        yield from _differences(report)
+
+
+def _differences(report: Report) -> Iterator[str]:
+    """Yields how much a step takes, where the sides differ or one does not say it: their figures differ with it."""
+    for name in ("max_num_seqs", "max_num_batched_tokens"):
+        found = {side: facts.get(name) for side, facts in report.sides.items()}
+        values = set(found.values())
+        if len(values) > 1 or None in values:
+            said = (f"{side} {'its default' if value is None else f'{value:,}'}" for side, value in found.items())
+            yield f"{option(name)}: {', '.join(said)}"
 
 
 def _table(report: Report) -> Table:

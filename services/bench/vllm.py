@@ -151,6 +151,9 @@ def _asked(process: subprocess.Popen[str], content: Mapping[str, Any]) -> dict[s
         line = process.stdout.readline()
     except BrokenPipeError:
         line = ""
+    except KeyboardInterrupt:  # it would go on with what nobody waits for
+        os.killpg(process.pid, signal.SIGTERM)
+        raise
     if not line:
         raise BenchFailed(f"vLLM ended with {process.wait()}.", hint="Its output above says why.")
     answer: dict[str, Any] = json.loads(line)

@@ -1,8 +1,9 @@
 """Runs inside the Python that has vLLM, as a script: batches come in on stdin, their times go out on stdout.
 
-Each line is JSON. The first that comes in has the arguments of vllm.LLM; the answer says which versions they meet. Each
-further one is a batch, ``{"prompts": [[1, 2], ...], "answers": [3, ...]}``, and is answered by its seconds and how many
-tokens each answer has. It needs nothing of this project, and of vLLM what its documentation shows (0.25).
+Each line is JSON. The first that comes in has the arguments of vllm.LLM; the answer says which versions they meet, and
+what the engine made of them. Each further one is a batch, ``{"prompts": [[1, 2], ...], "answers": [3, ...]}``, and is
+answered by its seconds and how many tokens each answer has. It needs nothing of this project, and of vLLM what its
+documentation shows (0.25).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def main() -> None:
     import vllm  # type: ignore[import-not-found,unused-ignore]
 
     engine = vllm.LLM(**options)
-    _say(replies, {"vllm": vllm.__version__, **_torch()})
+    _say(replies, {"vllm": vllm.__version__, **_torch(), **_batches(engine)})
     for line in sys.stdin:
         _say(replies, _timed(vllm, engine, json.loads(line)))
 
@@ -40,6 +41,15 @@ def _timed(vllm: Any, engine: Any, work: dict[str, Any]) -> dict[str, Any]:
     outputs = engine.generate(prompts, sampling, use_tqdm=False)
     seconds = time.perf_counter() - began
     return {"seconds": seconds, "tokens": [len(output.outputs[0].token_ids) for output in outputs]}
+
+
+def _batches(engine: Any) -> dict[str, int]:
+    """Return how much a step takes, as vLLM has decided it where no argument says it."""
+    config: Any = engine
+    for part in ("llm_engine", "vllm_config", "scheduler_config"):
+        config = getattr(config, part, None)
+    names = ("max_num_seqs", "max_num_batched_tokens")
+    return {name: value for name in names if isinstance(value := getattr(config, name, None), int)}
 
 
 def _torch() -> dict[str, str]:

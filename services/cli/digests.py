@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
 from services.config import OptionParser
 from services.errors import CheckpointError
 from services.model.digests import write_digests
+from services.model.progress import loading_progress
 from services.runtime import configure_logging
+
+log = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -24,7 +28,8 @@ def main(argv: Sequence[str]) -> int:
     folder = parser.parse_args(argv).folder
     configure_logging("digests")
     try:
-        write_digests(folder)
+        with loading_progress(log) as progress:
+            write_digests(folder, progress)
     except OSError as error:
         raise CheckpointError(f"Cannot write the digests of {folder}: {error}.", hint="Is it writable?") from error
     return 0

@@ -8,7 +8,8 @@ read first, so that a damaged or foreign checkpoint is refused at once.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -24,9 +25,12 @@ from services.model.tensor_entries import tensor_entries
 if TYPE_CHECKING:  # digests are made without torch
     from torch import Tensor
 
+    from services.model.dequantised.parts import Parts
+
 
 class Checkpoint:
-    """Reads single tensors of a checkpoint. A context manager: files stay open until it is left.
+    """Reads single tensors of a checkpoint, for any number of threads. A context manager: files stay open until it is
+    left.
 
     Raises (constructor):
         CheckpointError, UnsupportedModel: see :func:`tensor_entries`.
@@ -36,6 +40,7 @@ class Checkpoint:
         self._entries, self._sources = tensor_entries(model_dir, spec)
         self._seen = {file: _state(file) for file in {entry.file for entry in self._entries.values()}}
         self._descriptors: dict[Path, int] = {}
+        self._opening = threading.Lock()
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -78,11 +83,31 @@ class Checkpoint:
             return self._entries[name].nbytes
         return sum(self._entries[stored.name].nbytes // stored.share for stored in self._sources[name].parts.values())
 
+    def fill(self, name: str, target: Tensor) -> None:
+        """Fill ``target``, of any dtype and device, with a weight that is :meth:`quantised`. Raises CheckpointError."""
+        from services.model.dequantised.values import dequantise
+
+        source = self._sources[name]
+        dequantise(target, source.format, self._parts(source))
+
+    def pieces(self, name: str) -> Iterator[Tensor]:
+        """Yield some rows after the other of a weight that is :meth:`quantised`, in float32, each until the next is
+        asked for. Raises CheckpointError."""
+        from services.model.dequantised.values import pieces
+
+        source = self._sources[name]
+        for _, piece in pieces(source.format, self._parts(source), source.shape):
+            yield piece
+
     def _dequantised(self, source: Source) -> Tensor:
-        from services.model.dequantised.parts import Part
         from services.model.dequantised.values import dequantised
 
-        parts = {
+        return dequantised(source.format, self._parts(source), source.shape)
+
+    def _parts(self, source: Source) -> Parts:
+        from services.model.dequantised.parts import Part
+
+        return {
             part: Part(
                 tensor=self._stored(stored.name, stored.select),
                 name=stored.name,
@@ -90,7 +115,6 @@ class Checkpoint:
             )
             for part, stored in source.parts.items()
         }
-        return dequantised(source.format, parts, source.shape)
 
     def _stored(self, name: str, select: tuple[int | slice, ...] = ()) -> Tensor:
         from services.model.stored_tensors import read_tensor
@@ -100,14 +124,18 @@ class Checkpoint:
 
     def descriptor(self, file: Path) -> int:
         """Return a descriptor of ``file`` to read from, open until the checkpoint is left. Raises CheckpointError."""
-        if file not in self._descriptors:
-            try:
-                descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-            except OSError as error:
-                raise CheckpointError(f"{file} cannot be read: {error}.", hint=DOWNLOAD_AGAIN) from error
-            self._stack.callback(os.close, descriptor)
-            self._descriptors[file] = descriptor
-        return self._descriptors[file]
+        with self._opening:
+            if file not in self._descriptors:
+                self._descriptors[file] = self._opened(file)
+            return self._descriptors[file]
+
+    def _opened(self, file: Path) -> int:
+        try:
+            descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise CheckpointError(f"{file} cannot be read: {error}.", hint=DOWNLOAD_AGAIN) from error
+        self._stack.callback(os.close, descriptor)
+        return descriptor
 
     def check_unchanged(self, files: Iterable[Path]) -> None:
         """Raise CheckpointError where one of ``files`` is no longer the one whose header was read."""

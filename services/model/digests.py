@@ -10,8 +10,10 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Annotated
@@ -20,9 +22,9 @@ import msgspec
 
 from services.errors import CheckpointError, WorkerExtraMissing
 from services.model.checkpoint import Checkpoint
-from services.model.header import TensorEntry
 from services.model.load_spec import load_spec
 from services.model.names import TensorNames
+from services.model.progress import NoProgress, Progress
 from services.model.spec import ModelSpec
 
 FILE = ".expertmesh-digests"
@@ -34,6 +36,8 @@ _HOLDS = {"float32": ("float32", "bfloat16", "float16")}
 """Serving dtype -> stored dtypes of which it holds every value, so that digests of the stored bytes can check it."""
 _HOW = "Workers that join will read weights from disk, not from peers; `expertmesh digests FOLDER` writes the file."
 
+Names = tuple[str, ...]
+"""Of the tensors that make up a matrix."""
 Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 
 log = logging.getLogger(__name__)
@@ -77,8 +81,8 @@ def read_digests(model_dir: Path, spec: ModelSpec, dtype: str) -> Digests | None
     return found
 
 
-def write_digests(model_dir: Path) -> None:
-    """Read all experts' weights, and write their digests into the folder.
+def write_digests(model_dir: Path, progress: Progress | None = None) -> None:
+    """Read all experts' weights, and write their digests into the folder. ``progress`` gets the bytes of the files.
 
     Raises:
         CheckpointError: the checkpoint is incomplete or damaged, has no experts, or stores them in several types.
@@ -86,7 +90,7 @@ def write_digests(model_dir: Path) -> None:
     """
     spec = load_spec(model_dir)
     with Checkpoint(model_dir, spec) as checkpoint:
-        digests = _digests(checkpoint, spec)
+        digests = _digests(checkpoint, spec, progress or NoProgress())
     draft = model_dir / f"{FILE}.draft"
     draft.write_bytes(msgspec.json.encode(digests))
     os.replace(draft, model_dir / FILE)
@@ -109,54 +113,53 @@ def _fits(found: Digests, spec: ModelSpec, dtype: str) -> bool:
     return tuple(sorted(found.layers)) == spec.moe_layers and counts == {spec.num_experts}
 
 
-def _digests(checkpoint: Checkpoint, spec: ModelSpec) -> Digests:
-    if spec.quantisation is not None:
-        return _digests_of_loaded(checkpoint, spec)
-    matrices = {layer: list(_matrices(checkpoint, spec, layer)) for layer in spec.moe_layers}
-    types = {entry.dtype for layer in matrices.values() for pair in layer for entries in pair for entry in entries}
-    if len(types) != 1:
-        stored = f"stores experts in {', '.join(sorted(types))}" if types else "has no experts"
-        raise CheckpointError(f"The checkpoint {stored}, so it can have no digests.")
-    with ThreadPoolExecutor(hashing_threads()) as pool:
-        hashing = {layer: pool.map(_digest, chain.from_iterable(pairs)) for layer, pairs in matrices.items()}
-        layers = {layer: _by_matrix(list(digests)) for layer, digests in hashing.items()}
-    return Digests(format=_FORMAT, fingerprint=spec.fingerprint, dtype=_DTYPES[types.pop()], layers=layers)
-
-
-def _digests_of_loaded(checkpoint: Checkpoint, spec: ModelSpec) -> Digests:
-    """Return the digests of what a quantised checkpoint stands for, rounded to its dtype."""
+def _digests(checkpoint: Checkpoint, spec: ModelSpec, progress: Progress) -> Digests:
     if not spec.moe_layers:
         raise CheckpointError("The checkpoint has no experts, so it can have no digests.")
+    names = TensorNames(spec.family)
+    ffns = [names.expert(layer, expert) for layer in spec.moe_layers for expert in range(spec.num_experts)]
+    matrices = [parts for ffn in ffns for parts in ((ffn.gate, ffn.up), (ffn.down,))]
+    progress.begin("experts' digests", checkpoint.nbytes(chain.from_iterable(matrices)))
+    found = []
+    with _hashing(checkpoint, spec, matrices) as (dtype, digest):
+        for parts, one in zip(matrices, _each(digest, matrices), strict=True):
+            found.append(one)
+            progress.advance(checkpoint.nbytes(parts))
+    size = 2 * spec.num_experts
+    by_layer = {layer: _by_matrix(found[at * size : (at + 1) * size]) for at, layer in enumerate(spec.moe_layers)}
+    return Digests(format=_FORMAT, fingerprint=spec.fingerprint, dtype=dtype, layers=by_layer)
+
+
+@contextmanager
+def _hashing(
+    checkpoint: Checkpoint, spec: ModelSpec, matrices: Iterable[Names]
+) -> Iterator[tuple[str, Callable[[Names], bytes]]]:
+    """Return the type whose bytes digests cover, and how the digest of a matrix is made."""
+    if spec.quantisation is None:
+        yield _stored_type(checkpoint, matrices), partial(_digest, checkpoint)
+        return
     try:
-        import torch
+        from services.model.dequantised.digest import digest_of_loaded, single_threads
     except ImportError as error:
         raise CheckpointError(
             f"Digests of a quantised checkpoint need torch. {WorkerExtraMissing('torch').message}"
         ) from error
-    names, dtype = TensorNames(spec.family), getattr(torch, spec.dtype)
-
-    def digest(*parts: str) -> bytes:
-        found = hashlib.sha256()
-        for part in parts:
-            found.update(checkpoint.read(part).to(dtype).contiguous().view(torch.uint8).numpy().data)
-        return found.digest()
-
-    layers = {}
-    for layer in spec.moe_layers:
-        ffns = [names.expert(layer, expert) for expert in range(spec.num_experts)]
-        gate_up = tuple(digest(ffn.gate, ffn.up) for ffn in ffns)
-        layers[layer] = LayerDigests(gate_up=gate_up, down=tuple(digest(ffn.down) for ffn in ffns))
-    return Digests(format=_FORMAT, fingerprint=spec.fingerprint, dtype=spec.dtype, layers=layers)
+    with single_threads():
+        yield spec.dtype, partial(digest_of_loaded, checkpoint.pieces, spec.dtype)
 
 
-def _matrices(
-    checkpoint: Checkpoint, spec: ModelSpec, layer: int
-) -> Iterator[tuple[list[TensorEntry], list[TensorEntry]]]:
-    """Yield the places of the parts of ``gate_up`` and of ``down``, expert by expert."""
-    names = TensorNames(spec.family)
-    for expert in range(spec.num_experts):
-        ffn = names.expert(layer, expert)
-        yield [checkpoint.entry(ffn.gate), checkpoint.entry(ffn.up)], [checkpoint.entry(ffn.down)]
+def _each(digest: Callable[[Names], bytes], matrices: Iterable[Names]) -> Iterator[bytes]:
+    """Yield digests in order, made by several threads. Once nobody asks for more, no other is begun."""
+    with ThreadPoolExecutor(hashing_threads(), "digests") as pool:
+        yield from pool.map(digest, matrices)
+
+
+def _stored_type(checkpoint: Checkpoint, matrices: Iterable[Names]) -> str:
+    types = {checkpoint.entry(name).dtype for name in chain.from_iterable(matrices)}
+    if len(types) != 1:
+        stored = ", ".join(sorted(types))
+        raise CheckpointError(f"The checkpoint stores experts in {stored}, so it can have no digests.")
+    return _DTYPES[types.pop()]
 
 
 def _by_matrix(digests: list[bytes]) -> LayerDigests:
@@ -164,9 +167,9 @@ def _by_matrix(digests: list[bytes]) -> LayerDigests:
     return LayerDigests(gate_up=tuple(digests[::2]), down=tuple(digests[1::2]))
 
 
-def _digest(entries: Iterable[TensorEntry]) -> bytes:
+def _digest(checkpoint: Checkpoint, names: Names) -> bytes:
     digest = hashlib.sha256()
-    for entry in entries:
+    for entry in map(checkpoint.entry, names):
         with entry.file.open("rb", buffering=0) as data:
             data.seek(entry.begin)
             left = entry.nbytes

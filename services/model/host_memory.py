@@ -32,3 +32,11 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
     with suppress(OSError):  # a kernel without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype).view(tuple(shape))
+
+
+def release_pinned() -> None:
+    """Give pinned memory that is no longer used back to the system: torch keeps it for whoever wants some next, which
+    after loading nobody does. Waits for copies out of it. A torch without a way to do it keeps it."""
+    release = getattr(torch.accelerator, "empty_host_cache", None) or getattr(torch._C, "_host_emptyCache", None)
+    if release is not None:
+        release()

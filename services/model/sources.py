@@ -16,6 +16,7 @@ from services.model.configfile import CONFIG
 from services.model.header import FLOATS, TensorEntry
 from services.model.names import LM_HEAD, TensorNames, dense_shapes, expert_shapes, linear_shapes
 from services.model.quantised.config import KEY
+from services.model.quantised.patterns import Budget, PatternCostly
 from services.model.quantised.quantisation import Choice, Match, Names, Quantisation, prefixes
 from services.model.quantised.stored import Layout, LinearFormat, Shape
 from services.model.spec import ModelSpec
@@ -24,6 +25,8 @@ _HINT = "config.json and weights must come from the same checkpoint: download bo
 _WEIGHT = ".weight"
 _MIXTRAL = re.compile(r"(\.experts\.\d+\.)(w[123])$")
 _PARTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+_FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"}
+_FUSED |= {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
 _HOMES = ((".block_sparse_moe.", ".block_sparse_moe."), (".block_sparse_moe.", ".mlp."))
 _SIGNS = (".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv", "_blocks")
 """Ends of names that only quantised checkpoints have."""
@@ -49,9 +52,16 @@ def find_sources(entries: Mapping[str, TensorEntry], folder: Path, spec: ModelSp
     if quantisation is None:
         _refuse_unnamed(entries, folder)
         return {}
-    _check_names(quantisation, folder, spec)
-    finder = _Finder(entries, folder, spec, quantisation)
-    return {weight: source for weight, shape in linear_shapes(spec).items() if (source := finder.find(weight, shape))}
+    try:
+        _check_names(quantisation, folder, spec)
+        finder = _Finder(entries, folder, spec, quantisation)
+        shapes = linear_shapes(spec)
+        return {weight: source for weight, shape in shapes.items() if (source := finder.find(weight, shape))}
+    except PatternCostly as error:
+        raise CheckpointError(
+            f"{folder / CONFIG}: the patterns in {KEY} take too long to match names of layers.",
+            hint="Write them with fewer repetitions in each other, or name the layers.",
+        ) from error
 
 
 def unread(entries: Mapping[str, TensorEntry], sources: Mapping[str, Source]) -> set[str]:
@@ -79,7 +89,8 @@ class _Finder:
         """Return None where the weight is stored as it is, or not at all."""
         names = aliases(weight.removesuffix(_WEIGHT), self._spec.family)
         module = next((name for name in names if self._found(name)), names[0])
-        said, scheme = self._choice.of(names, free=weight in self._free)
+        fused = [whole for name in names for whole in fused_names(name)]
+        said, scheme = self._choice.of(names, free=weight in self._free, fused=fused)
         plain, found = self._entries.get(weight), self._found(module)
         if plain is not None and plain.dtype in FLOATS:
             if said == "quantised" and not scheme.stays(shape):
@@ -157,14 +168,28 @@ def aliases(module: str, family: str) -> list[str]:
     return list(dict.fromkeys(name.replace(of, to) for of, to in _HOMES for name in (module, own)))
 
 
+def fused_names(module: str) -> list[str]:
+    """Return the names of layers in which vLLM, or transformers for all experts of a layer, computes ``module``."""
+    parent, _, part = module.rpartition(".")
+    whole = _FUSED.get(part)
+    found = [f"{parent}.{whole}"] if whole else []
+    experts, dot, _ = parent.rpartition(".")
+    if dot and experts.endswith(".experts"):
+        found.append(f"{experts}.{whole or part}")
+    return found
+
+
 def _check_names(quantisation: Quantisation, folder: Path, spec: ModelSpec) -> None:
     """Raise CheckpointError where the list of layers that stay as they are names none, or a layer that is not there.
 
     A short name or a pattern that names none is harmless as long as another does: lists are shared between models.
     """
     modules = {name.rpartition(".")[0] for name in (*dense_shapes(spec), *expert_shapes(spec), LM_HEAD)}
-    known = {part for module in modules for name in aliases(module, spec.family) for part in prefixes(name)}
-    missing = [name for name in quantisation.left if not _names_any(name, quantisation.match, known)]
+    names = {name for module in modules for name in aliases(module, spec.family)}
+    known = {part for name in names for part in prefixes(name)}
+    known.update(whole for name in names for whole in fused_names(name))
+    budget = Budget()
+    missing = [name for name in quantisation.left if not _names_any(name, quantisation.match, known, budget)]
     if not missing or (len(missing) < len(quantisation.left) and not any(map(_is_path, missing))):
         return
     shown = next((name for name in missing if _is_path(name)), missing[0])
@@ -175,12 +200,12 @@ def _check_names(quantisation: Quantisation, folder: Path, spec: ModelSpec) -> N
     )
 
 
-def _names_any(name: str, match: Match, known: set[str]) -> bool:
+def _names_any(name: str, match: Match, known: set[str], budget: Budget) -> bool:
     if name in known or name.removesuffix(_WEIGHT) in known:
         return True
     if name.startswith("model.") and _is_path(name):
         return False
-    names = Names((name,), match)
+    names = Names((name,), match, budget)
     return any(module in names for module in known)
 
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from services.errors import CheckpointError
 from services.model.checkpoint import Checkpoint
 from services.model.header import TensorEntry
+from services.model.host_memory import release_pinned
 from services.model.stored_tensors import DTYPES, read_bytes
 from services.model.transfer import Awaited, Mark
 
@@ -125,8 +126,9 @@ class Lane:
         return piece.nbytes
 
     def finish(self) -> None:
-        """Wait until all parts are filled."""
+        """Wait until all parts are filled, and drop the buffers."""
         self._copies.finish()
+        self._buffers.clear()
 
     def _buffer(self, turn: int) -> Tensor:
         while len(self._buffers) <= turn:
@@ -177,6 +179,7 @@ def read_tensors(
 
     with ExitStack() as stack:
         if device.type == "cuda":
+            stack.callback(release_pinned)  # the buffers of lanes that have ended
             stack.callback(torch.cuda.empty_cache)  # what the lanes' streams converted in would stay theirs
         for lane in made:
             stack.callback(lane.finish)

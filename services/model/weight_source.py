@@ -84,7 +84,7 @@ class StoredTensors:
         if plain:
             read_tensors(stored, plain, device, advance)
         for place in quantised:
-            place.target.copy_(stored.read(place.name))
+            stored.fill(place.name, place.target)
             refuse_overflow(place.name, stored.entry(place.name).file, place.target)
             advance(stored.nbytes([place.name]))
         stored.check_unchanged({entry.file for place in quantised for entry in stored.entries(place.name)})

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from services.errors import CheckpointError, UnsupportedModel
 from services.model.configfile import ConfigFile
 from services.model.quantised import awq, compressed, fp8, gptq, mxfp4
-from services.model.quantised.quantisation import Quantisation, compiled
+from services.model.quantised.patterns import Budget
+from services.model.quantised.quantisation import Match, Quantisation, compiled
 
 KEY = "quantization_config"
 _PLAIN_BITS = 16
@@ -84,10 +85,13 @@ def _is_pattern(name: str) -> bool:
 
 
 def _check_patterns(found: Quantisation, config: ConfigFile) -> None:
-    for match, names in ((found.match, found.left), *(("names", group.targets) for group in found.groups)):
+    budget = Budget()
+    lists: list[tuple[Match, tuple[str, ...]]] = [("names", group.targets) for group in found.groups]
+    for match, names in ((found.match, found.left), *lists):
         for name in names:
             try:
-                compiled(name, "parts" if match == "parts" else "names")
+                if match == "parts" or name.startswith("re:"):
+                    compiled(name, match, budget)
             except (re.error, RecursionError, OverflowError) as error:
                 raise CheckpointError(
                     f'{config.path}: "{name[:80]}" in {KEY} is not a pattern: {error}.', hint="Correct the file."

@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
@@ -204,6 +206,24 @@ def test_the_table_has_both_sides_and_their_ratio() -> None:
     assert lines[-1].split() == ["step", "2", "ms", "1", "ms", "3", "ms", "4", "ms", "4", "ms", "4", "ms", "0.50"]
 
 
+@pytest.mark.parametrize(
+    ("ours", "theirs", "line"),
+    [
+        (512, 8192, "--max-num-batched-tokens: expertmesh 512, vLLM 8,192"),
+        (512, None, "--max-num-batched-tokens: expertmesh 512, vLLM its default"),
+        (None, None, "--max-num-batched-tokens: expertmesh its default, vLLM its default"),
+        (512, 512, None),
+    ],
+)
+def test_the_table_says_where_a_step_takes_more_on_one_side(
+    ours: int | None, theirs: int | None, line: str | None
+) -> None:
+    most = {"expertmesh": ours, "vLLM": theirs}
+    sides = {side: {"max_num_seqs": 8, "max_num_batched_tokens": tokens} for side, tokens in most.items()}
+    lines = text(replace(report([], [], "expertmesh", "vLLM"), sides=sides)).splitlines()
+    assert [each for each in lines if each.startswith("--")] == ([] if line is None else [line])
+
+
 def test_a_side_that_was_not_measured_is_a_dash() -> None:
     figures = [figure("requests", "requests/s", {"expertmesh": [2.0], "vLLM": []})]
     found = text(replace(report([], figures, "expertmesh", "vLLM"), cut_short=True))
@@ -235,6 +255,22 @@ def test_the_picture_has_a_dot_for_each_sample(progress: Progress) -> None:
     assert "vLLM, each round" in picture
 
 
+def test_a_ctrl_c_ends_vllm_in_the_middle_of_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = vllm.start(
+        vllm.find(str(python_with_vllm(tmp_path))), {"model": "m", "skip_tokenizer_init": True, "max_model_len": 10**6}
+    )
+    assert engine.process.stdout is not None
+
+    def pressed() -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine.process, "stdout", SimpleNamespace(readline=pressed))
+    with pytest.raises(KeyboardInterrupt):
+        engine.run(Batch(prompts=[[1]], answers=[10**5]), lambda _finished: None)
+    engine.close()
+    assert engine.process.returncode == -signal.SIGTERM
+
+
 def test_secrets_stay_out_of_the_results() -> None:
     words = ["--api-key", "sk-12345678", "--redis-url", "redis://u:hidden@h/0", "--port", "1"]
     shown = json.dumps(Given(own=argparse.Namespace(seed=0), settings=Settings(), words=words).shown())
@@ -262,6 +298,7 @@ def test_vllm_answers_batches_in_a_process_of_its_own(engine: Callable[..., vllm
     side = engine("--max-num-seqs 7")
     assert side.facts["vllm"] == "0.25.1"
     assert side.facts["max_num_seqs"] == 7
+    assert side.facts["max_num_batched_tokens"] == 8192, "its default, which no argument says"
     batch = Batch(prompts=[[1, 2], [3]], answers=[4, 40])
     heard: list[int] = []
     timed = checked("vLLM", batch, side.run(batch, heard.append))

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import importlib
 import json
+import os
+import signal
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +53,7 @@ POCKET = str(Path(__file__).parents[3] / "examples/pocket-moe/model")
         (["serve", POCKET, "--output-len", "1000"], "exceed the 1024 that the model takes"),
         (["serve", POCKET, "--max-num-seq", "5"], "Did you mean --max-num-seqs?"),
         (["serve", "--url", "http://127.0.0.1:9", "--max-num-seqs", "5"], "--url measures a server that runs"),
-        (["serve", "--url", "http://127.0.0.1:9"], "http://127.0.0.1:9 does not answer"),
+        (["serve", "--base-url", "http://127.0.0.1:9"], "http://127.0.0.1:9 does not answer"),
     ],
 )
 def test_what_cannot_be_done_is_said_before_anything_is_loaded(words: list[str], message: str, run: Run) -> None:
@@ -106,6 +111,14 @@ def test_vllm_serves_with_what_means_the_same(tmp_path: Path) -> None:
     )
 
 
+def test_how_much_a_step_of_each_server_takes_is_known_where_it_is_said(tmp_path: Path) -> None:
+    words = ["--against", "vllm", "--vllm", str(python_with_vllm(tmp_path)), "--max-num-seqs", "8"]
+    options_of_theirs = ["--vllm-options", "--max-num-batched-tokens 4096 --max-num-seqs=9"]
+    facts = serving.prepare(options.serve_options([POCKET, *words, *options_of_theirs])).facts
+    assert [facts[side].get("max_num_seqs") for side in facts] == [8, 9]
+    assert [facts[side].get("max_num_batched_tokens") for side in facts] == [None, 4096]
+
+
 def test_the_load_is_that_of_the_options() -> None:
     words = [
         "--request-rate",
@@ -135,6 +148,66 @@ class Interrupted:
         self.closed = True
 
 
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> Interrupted:
+    """An engine of which one sample is there."""
+    engine = Interrupted()
+    sample = latency.Sample(
+        side=OURS, batch=1, number=0, prefill_s=1.0, whole_s=2.0, decode_ms=8.0, prefill_tokens_s=1.0,
+        output_tokens_s=1.0, output_tokens=2, step_ms=[], preemptions=0,
+    )  # fmt: skip
+    monkeypatch.setattr(Prepared, "ours", lambda _: engine)
+    monkeypatch.setattr(latency, "measure", lambda *_: iter([sample]))
+    return engine
+
+
+@pytest.mark.parametrize("where", ["--json", "--picture"])
+def test_a_full_disk_costs_no_figures(
+    where: str, run: Run, measured: Interrupted, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "found.svg"
+    file.write_text("those of yesterday")
+
+    def full(path: Path, content: bytes) -> int:
+        with path.open("wb") as begun:
+            begun.write(content[:10])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    found = run(2, "bench", "latency", POCKET, "--batch-size", "1", where, str(file))
+    assert measured.closed
+    assert "batch 1: decode step" in found.out
+    assert f"Cannot write {file}: No space left on device. Its figures are those that were printed." in found.err
+    assert file.read_text() == "those of yesterday"
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_file_in_a_folder_that_may_not_be_written_to(
+    run: Run, measured: Interrupted, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "found.json"
+    file.write_text("those of yesterday")
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    run(0, "bench", "latency", POCKET, "--batch-size", "1", "--output-json", str(file))
+    assert measured.closed
+    assert json.loads(file.read_text())["samples"]
+
+
+def test_a_ctrl_c_that_an_import_swallows_is_heard_after_it(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = importlib.import_module
+
+    def imported(name: str) -> Any:
+        if name == "services.bench.ours":
+            with suppress(KeyboardInterrupt):  # as torch does while it imports numpy
+                os.kill(os.getpid(), signal.SIGINT)
+        return real(name)
+
+    monkeypatch.setattr(importlib, "import_module", imported)
+    monkeypatch.setattr(Prepared, "ours", lambda _: pytest.fail("it goes on"))
+    found = run(130, "bench", "latency", POCKET)
+    assert "ended before anything was measured" in found.err
+
+
 @pytest.mark.parametrize(("after", "code"), [(3, 130), (0, 130)])
 def test_ctrl_c_keeps_what_was_measured(
     after: int, code: int, run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -159,6 +232,7 @@ def test_ctrl_c_keeps_what_was_measured(
     found = run(code, "bench", "latency", POCKET, "--json", str(file))
     assert engine.closed
     assert file.exists() == (after > 0)
+    assert ("ended before anything was measured" in found.err) == (after == 0)
     if after:
         assert "CUT SHORT" in found.out
         content = json.loads(file.read_bytes())

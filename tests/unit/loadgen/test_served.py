@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
 
 import httpx
 import pytest
 from testkit.processes.servers import free_port
 
-from loadgen.errors import ServerEnded
+from loadgen.errors import AddressTaken, ServerEnded
 from loadgen.served import served
 
 SLOW_START = """
@@ -39,6 +40,13 @@ def test_it_is_there_once_it_is_ready_and_gone_afterwards(tmp_path: Path, monkey
         assert os.getpgid(server.pid) == server.pid, "Ctrl-C in a terminal is not its own"
     with pytest.raises(ProcessLookupError):
         os.kill(server.pid, 0)
+
+
+def test_a_server_of_others_is_not_taken_for_it() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(AddressTaken, match=r"Something answers at .* already"), served([], port=port):
+            pytest.fail("it is another")
 
 
 def test_one_that_ends_is_not_waited_for() -> None:

@@ -6,6 +6,9 @@ import hashlib
 import json
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +18,13 @@ from testkit.models.checkpoints import save_checkpoint
 from testkit.models.quantised_checkpoints import quantise
 from testkit.models.quantisers import FORMATS
 from testkit.models.tiny_models import CONFIGS, save_model
+from torch import Tensor
 
+import services.model.digests as digests_module
 from services.cli.fetch import MARK, fetch
 from services.errors import CheckpointError
 from services.fabric.tcp.frames import bytes_of
+from services.model.checkpoint import Checkpoint
 from services.model.digests import FILE, read_digests, write_digests
 from services.model.load_spec import load_spec
 from services.model.weights import load_experts
@@ -83,6 +89,80 @@ def test_digests_of_a_quantised_checkpoint_are_for_its_own_type_alone(tmp_path: 
     spec = load_spec(folder)
     fit = [dtype for dtype in ("bfloat16", "float16", "float32") if read_digests(folder, spec, dtype) is not None]
     assert fit == ["bfloat16"]
+
+
+@pytest.fixture
+def quantised(tmp_path: Path) -> Path:
+    save_model(tmp_path / "plain", CONFIGS["qwen3"])
+    return quantise(tmp_path / "plain", tmp_path, FORMATS["fp8-block"]).folder
+
+
+def test_digests_of_a_quantised_checkpoint_are_of_its_weights_as_they_are_served(quantised: Path) -> None:
+    write_digests(quantised)
+    spec = load_spec(quantised)
+    digests = read_digests(quantised, spec, spec.dtype)
+    assert digests is not None
+    loaded = load_experts(quantised, spec, dtype=getattr(torch, spec.dtype), device=torch.device("cpu"))
+    for layer, held in loaded.items():
+        for expert in held.expert_ids:
+            for part, matrices in (("gate_up", held.w_gate_up_E2FD), ("down", held.w_down_EDF)):
+                assert digests.of(layer, part, expert) == hashlib.sha256(bytes_of(matrices[expert])).digest()
+
+
+class Noted:
+    """Progress that a test looks at; it ends the work after ``most`` parts."""
+
+    def __init__(self, most: int = 1 << 30) -> None:
+        self.total, self.done, self._most = 0, 0, most
+
+    def begin(self, what: str, total_bytes: int) -> None:
+        del what
+        self.total = total_bytes
+
+    def advance(self, nbytes: int) -> None:
+        self.done, self._most = self.done + nbytes, self._most - 1
+        if not self._most:
+            raise KeyboardInterrupt
+
+
+def test_quantised_weights_are_hashed_by_several_threads(quantised: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two matrices are under way together: the first waits for the second."""
+    monkeypatch.setattr(digests_module, "hashing_threads", lambda: 2)
+    pair, read, before = threading.Barrier(2), Checkpoint.pieces, torch.get_num_threads()
+
+    def pieces(checkpoint: Checkpoint, name: str) -> Iterator[Tensor]:
+        assert torch.get_num_threads() == 1, "each thread computes by itself"
+        if name.endswith(("up_proj.weight", "down_proj.weight")):
+            pair.wait(60)
+        return read(checkpoint, name)
+
+    monkeypatch.setattr(Checkpoint, "pieces", pieces)
+    progress = Noted()
+    torch.set_num_threads(2)
+    try:
+        write_digests(quantised, progress)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    assert progress.done == progress.total > 0
+
+
+def test_a_ctrl_c_begins_no_other_matrix(quantised: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(digests_module, "hashing_threads", lambda: 1)
+    begun: list[str] = []
+    read = Checkpoint.pieces
+
+    def pieces(checkpoint: Checkpoint, name: str) -> Iterator[Tensor]:
+        begun.append(name)
+        time.sleep(0.01)
+        return read(checkpoint, name)
+
+    monkeypatch.setattr(Checkpoint, "pieces", pieces)
+    with pytest.raises(KeyboardInterrupt):
+        write_digests(quantised, Noted(most=1))
+    spec = load_spec(quantised)
+    assert len(begun) < 3 * spec.num_experts * len(spec.moe_layers) / 2
+    assert not (quantised / FILE).exists()
 
 
 def changed(known: dict[str, Any]) -> list[bytes]:

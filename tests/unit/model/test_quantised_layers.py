@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from testkit.models import quantisers
 from testkit.models.quantisers import Encoded, Encoder
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from services.model.dequantised import values
 from services.model.dequantised.parts import Part
@@ -31,7 +33,7 @@ def weight(rows: int, columns: int) -> Tensor:
     return torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows * 1000 + columns))
 
 
-def decoded(form: LinearFormat, encoded: Encoded) -> Tensor:
+def parts_of(form: LinearFormat, encoded: Encoded) -> dict[str, Part]:
     rows, columns = encoded.value_NK.shape
     named = {f"{MODULE}{end}": tensor for end, tensor in encoded.tensors.items()}
     layouts = form.layouts(MODULE, (rows, columns))
@@ -45,7 +47,11 @@ def decoded(form: LinearFormat, encoded: Encoded) -> Tensor:
         else:
             assert stored.optional, stored
     assert not named, "every tensor has a use"
-    return values.dequantised(form, parts, (rows, columns))
+    return parts
+
+
+def decoded(form: LinearFormat, encoded: Encoded) -> Tensor:
+    return values.dequantised(form, parts_of(form, encoded), tuple(encoded.value_NK.shape))
 
 
 def assert_decodes(form: LinearFormat, encode: Encoder, rows: int, columns: int) -> None:
@@ -115,6 +121,35 @@ def test_rows_that_are_taken_some_at_a_time(rows: int, columns: int, at_once: in
     with mock.patch.object(values, "_AT_ONCE", at_once):
         form = Compressed(codes="packed", bits=4, strategy="group", columns=8, zeros=True)
         assert_decodes(form, quantisers.compressed(4, 8, symmetric=False), rows, columns)
+
+
+class Copied(TorchFunctionMode):
+    """Notes what is copied into tensors of the device that stands in for a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sources: list[Tensor] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is Tensor.copy_ and args[0].device.type == "meta":
+            self.sources.append(args[1])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_device_gets_few_rows_at_a_time_in_the_type_that_it_serves(dtype: torch.dtype) -> None:
+    form, encoded = Fp8Block(rows=16, columns=16), quantisers.fp8_block(16, 16)(weight(70, 40))
+    assert encoded is not None
+    parts = parts_of(form, encoded)
+    on_host, on_device = torch.empty(70, 40, dtype=dtype), torch.empty(70, 40, dtype=dtype, device="meta")
+    with mock.patch.object(values, "_AT_ONCE", 400), Copied() as copied:
+        values.dequantise(on_device, form, parts)
+        values.dequantise(on_host, form, parts)
+    assert torch.equal(on_host, encoded.value_NK.to(dtype))
+    assert [len(source) for source in copied.sources] == [10] * 7
+    assert {(source.dtype, source.device.type) for source in copied.sources} == {(dtype, "cpu")}
 
 
 @pytest.mark.parametrize(

@@ -47,13 +47,37 @@ def assert_loads(made: Quantised) -> None:
     assert [name for name in exact if not torch.equal(found[name], exact[name])] == []
 
 
+def linear_modules() -> list[str]:
+    parts = [f"experts.{expert}.{part}_proj" for expert in range(8) for part in ("gate", "up", "down")]
+    return [*ATTENTION, *(f"model.layers.{layer}.mlp.{part}" for layer in range(3) for part in parts)]
+
+
 def left(name: str, *modules: str, **more: Any) -> Format:
     return dataclasses.replace(FORMATS[name], left=modules, **more)
 
 
+QKV = tuple(name for name in ATTENTION if not name.endswith("o_proj"))
+EXPERTS = [f"model.layers.0.mlp.experts.{expert}" for expert in range(8)]
+GATES_AND_UPS = tuple(f"{expert}.{part}_proj" for expert in EXPERTS for part in ("gate", "up"))
 LISTS: dict[str, tuple[Format, dict[str, Any]]] = {
     "ct names": (left("ct-int4-group", *ATTENTION), {"ignore": [*ATTENTION, "lm_head"]}),
     "ct pattern": (left("ct-int4-group", *ATTENTION), {"ignore": ["lm_head", "re:.*self_attn.*", "re:.*mlp.gate$"]}),
+    "ct names of vLLM": (
+        left("ct-int4-group", *QKV),
+        {"ignore": [f"model.layers.{layer}.self_attn.qkv_proj" for layer in range(3)]},
+    ),
+    "ct pattern of vLLM's names": (left("ct-int4-group", *QKV), {"ignore": ["re:.*self_attn.qkv_proj$"]}),
+    "ct pattern of vLLM's names alone": (left("ct-int4-group"), {"ignore": ["re:.*qkv_proj", "lm_head"]}),
+    "ct experts in vLLM's names": (
+        left("ct-int4-group", *GATES_AND_UPS),
+        {"ignore": [f"{expert}.gate_up_proj" for expert in EXPERTS]},
+    ),
+    "ct all experts of a layer": (
+        left("ct-int4-group", *GATES_AND_UPS),
+        {"ignore": ["re:.*0.mlp.experts.gate_up_proj"]},
+    ),
+    "fp8 names of vLLM": (left("fp8-block", *QKV), {"modules_to_not_convert": ["qkv_proj", "lm_head"]}),
+    "awq names of vLLM": (left("awq", *QKV), {"modules_to_not_convert": ["self_attn.qkv_proj"]}),
     "fp8 ends": (left("fp8-block", *ATTENTION[::4]), {"modules_to_not_convert": ["q_proj", "lm_head"]}),
     "fp8 beginning": (left("fp8-block", *ATTENTION[:4]), {"modules_to_not_convert": ["model.layers.0.self_attn"]}),
     "fp8 ignored": (left("fp8-block", *ATTENTION), {"ignored_layers": ["model.layers.*.self_attn"]}),
@@ -136,6 +160,13 @@ def test_a_pattern_counts_more_than_the_class_of_a_layer(make: Make) -> None:
     change(made.folder, edit)
     change(made.reference, lambda tensors: tensors.update({f"{name}.weight": found.value_NK}))
     assert_loads(dataclasses.replace(made, quantised=made.quantised | {f"{name}.weight"}))
+
+
+def test_targets_in_vllms_names_where_no_group_has_a_layer_by_its_own(make: Make) -> None:
+    int4 = FORMATS["ct-int4-group"]
+    group = int4.config["config_groups"]["group_0"] | {"targets": ["re:.*qkv_proj", "re:.*gate_up_proj"]}
+    rest = tuple(name for name in linear_modules() if name.rpartition(".")[2] in ("o_proj", "down_proj"))
+    assert_loads(make(left("ct-int4-group", *rest), config_groups={"group_0": group}))
 
 
 def test_layers_that_autoround_lists_with_other_bits(make: Make) -> None:

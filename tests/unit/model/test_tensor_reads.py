@@ -16,7 +16,7 @@ from services.errors import CheckpointError, OutOfMemory
 from services.model import tensor_reads
 from services.model.checkpoint import Checkpoint
 from services.model.device import into_memory
-from services.model.host_memory import HUGE_PAGE_BYTES, empty
+from services.model.host_memory import HUGE_PAGE_BYTES, empty, release_pinned
 from services.model.load_spec import load_spec
 from services.model.tensor_reads import HostCopies, Lane, Place, read_tensors
 
@@ -144,6 +144,37 @@ def test_a_thread_has_two_buffers_and_no_more(folder: Path, monkeypatch: pytest.
     monkeypatch.setattr(tensor_reads, "_lane", lambda _: Lane(Noting(), pinned=False))
     loaded(folder, torch.bfloat16)
     assert len(buffers) <= 3 * tensor_reads.BUFFERS
+
+
+def test_buffers_are_dropped_before_pinned_memory_is_given_back(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a GPU is loaded, of which the device's name and lanes of the host stand in here."""
+    made: list[Lane] = []
+    left: list[int] = []
+
+    def lane(_: torch.device) -> Lane:
+        made.append(Lane(HostCopies(), pinned=False))
+        return made[-1]
+
+    monkeypatch.setattr(tensor_reads, "_lane", lane)
+    monkeypatch.setattr(tensor_reads, "release_pinned", lambda: left.extend(len(each._buffers) for each in made))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    target = torch.empty(load_file(folder / "model.safetensors")[NAME].shape, dtype=torch.bfloat16)
+    with Checkpoint(folder, load_spec(folder)) as checkpoint:
+        read_tensors(checkpoint, [Place(name=NAME, target=target)], torch.device("cuda"), lambda _: None, threads=2)
+    assert left == [0, 0]
+
+
+@pytest.mark.parametrize("named", ["empty_host_cache", "_host_emptyCache", None])
+def test_pinned_memory_goes_back_by_what_this_torch_has(named: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """2.13 has a function of its own for it, 2.11 that of its allocator, and a torch without CUDA may have neither."""
+    called: list[str] = []
+    monkeypatch.delattr(torch.accelerator, "empty_host_cache", raising=False)
+    monkeypatch.delattr(torch._C, "_host_emptyCache", raising=False)
+    for of, name in ((torch._C, "_host_emptyCache"), (torch.accelerator, "empty_host_cache")):
+        if named == name:
+            monkeypatch.setattr(of, name, lambda: called.append("released"), raising=False)
+    release_pinned()
+    assert called == ["released"] * (named is not None)
 
 
 @pytest.mark.parametrize("nbytes", [0, 10, HUGE_PAGE_BYTES, 3 * HUGE_PAGE_BYTES + 2])

@@ -28,6 +28,9 @@ class LLM:
         print(f"a line of vLLM that is no answer: {model}")
         if arguments.get("dtype") == "refused":
             raise ValueError("dtype")
+        batches = {"max_num_seqs": arguments.get("max_num_seqs", 256)}
+        batches["max_num_batched_tokens"] = arguments.get("max_num_batched_tokens", 8192)
+        self.llm_engine = SimpleNamespace(vllm_config=SimpleNamespace(scheduler_config=SimpleNamespace(**batches)))
         self.max_model_len, self.short = arguments["max_model_len"], arguments.get("load_format") == "short"
 
     def generate(self, prompts, sampling_params=None, *, use_tqdm=True):
