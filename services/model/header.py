@@ -67,7 +67,7 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
         raise _damaged(file, f"its header does not read ({error})") from error
     promised = _LENGTH_BYTES + len(raw) + _end(file, infos.items())
     if size < promised:
-        raise _truncated(file, promised, size)
+        raise _truncated(file, promised, size, _first_cut(infos.items(), size - _LENGTH_BYTES - len(raw)))
     _check_sizes(file, infos.items())
     return {
         name: TensorEntry(
@@ -119,8 +119,15 @@ def _damaged(file: Path, reason: str) -> CheckpointError:
     return CheckpointError(f"{file} is not a safetensors file, or is damaged: {reason}.", hint=DOWNLOAD_AGAIN)
 
 
-def _truncated(file: Path, promised: int, size: int) -> CheckpointError:
+def _first_cut(infos: Iterable[tuple[str, _Info]], size: int) -> str:
+    """Return the first tensor that is not whole in ``size`` bytes."""
+    ends = ((info.data_offsets[1], info.data_offsets[0], name) for name, info in infos)
+    _, begin, name = min(each for each in ends if each[0] > size)
+    return f'; the first tensor that is not whole is "{name[:200]}", of which {max(0, size - begin):,} bytes are there'
+
+
+def _truncated(file: Path, promised: int, size: int, cut: str = "") -> CheckpointError:
     return CheckpointError(
-        f"{file} is truncated or damaged: its header promises {promised:,} bytes, the file has {size:,}.",
+        f"{file} is truncated or damaged: its header promises {promised:,} bytes, the file has {size:,}{cut}.",
         hint=DOWNLOAD_AGAIN,
     )

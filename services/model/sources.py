@@ -182,7 +182,8 @@ def fused_names(module: str) -> list[str]:
 def _check_names(quantisation: Quantisation, folder: Path, spec: ModelSpec) -> None:
     """Raise CheckpointError where the list of layers that stay as they are names none, or a layer that is not there.
 
-    A short name or a pattern that names none is harmless as long as another does: lists are shared between models.
+    A short name or a pattern that names none is harmless as long as another does: lists are shared between models. An
+    empty one is never.
     """
     modules = {name.rpartition(".")[0] for name in (*dense_shapes(spec), *expert_shapes(spec), LM_HEAD)}
     names = {name for module in modules for name in aliases(module, spec.family)}
@@ -190,9 +191,10 @@ def _check_names(quantisation: Quantisation, folder: Path, spec: ModelSpec) -> N
     known.update(whole for name in names for whole in fused_names(name))
     budget = Budget()
     missing = [name for name in quantisation.left if not _names_any(name, quantisation.match, known, budget)]
-    if not missing or (len(missing) < len(quantisation.left) and not any(map(_is_path, missing))):
+    wrong = [name for name in missing if _is_path(name) or _is_empty(name)]
+    if not missing or (len(missing) < len(quantisation.left) and not wrong):
         return
-    shown = next((name for name in missing if _is_path(name)), missing[0])
+    shown = [*wrong, *missing][0]
     raise CheckpointError(
         f'{folder / CONFIG}: {KEY} leaves "{shown}" unquantised, expected the name of a layer, found none of that name '
         f"in the architecture.",
@@ -201,12 +203,18 @@ def _check_names(quantisation: Quantisation, folder: Path, spec: ModelSpec) -> N
 
 
 def _names_any(name: str, match: Match, known: set[str], budget: Budget) -> bool:
+    if _is_empty(name):  # as an end or a pattern it would fit all
+        return False
     if name in known or name.removesuffix(_WEIGHT) in known:
         return True
     if name.startswith("model.") and _is_path(name):
         return False
     names = Names((name,), match, budget)
     return any(module in names for module in known)
+
+
+def _is_empty(name: str) -> bool:
+    return not name.removeprefix("re:").strip(".")
 
 
 def _is_path(name: str) -> bool:

@@ -128,3 +128,14 @@ def test_vanishing_sigmoid_scores_do_not_divide_by_zero() -> None:
 def test_wrong_arguments_are_named(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ArgumentError, match=words):
         route(**{"logits_TE": torch.zeros(2, 8), "top_k": 1, **changes})
+
+
+@pytest.mark.parametrize("experts", [6, 8, 60])
+@pytest.mark.parametrize("flags", FLAGS[::6], ids=lambda flags: "-".join(str(value) for value in flags.values()))
+def test_a_row_has_the_same_bits_whatever_others_there_are(flags: dict[str, Any], experts: int) -> None:
+    logits_TE = random_logits(67, experts, seed=5)
+    all_ids, all_weights = route(logits_TE, top_k=4, **flags)
+    for row in range(len(logits_TE)):
+        ids_TK, weights_TK = route(logits_TE[row : row + 1], top_k=4, **flags)
+        assert torch.equal(ids_TK[0], all_ids[row])
+        assert torch.equal(weights_TK[0], all_weights[row])

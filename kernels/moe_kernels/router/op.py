@@ -12,6 +12,7 @@ from torch import Tensor
 
 from moe_kernels import backend
 from moe_kernels.arguments import check_no_gradient, check_route, check_route_flags, check_route_tensors
+from moe_kernels.invariant.reference import in_whole_vectors
 
 Score = Literal["softmax", "sigmoid"]
 Order = Literal["score_first", "choose_first"]
@@ -107,7 +108,8 @@ def route(
 
 
 def _score(logits: Tensor, score: Score) -> Tensor:
-    return torch.softmax(logits, dim=-1) if score == "softmax" else torch.sigmoid(logits)
+    """Of each row by itself: its bits do not depend on how many rows there are."""
+    return torch.softmax(logits, dim=-1) if score == "softmax" else in_whole_vectors(torch.sigmoid, logits)
 
 
 def _best_groups(choice_TE: Tensor, groups: int, top_groups: int, group_score: GroupScore) -> Tensor:

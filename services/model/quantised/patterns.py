@@ -1,5 +1,5 @@
-"""Patterns of names in config.json, matched in bounded time. Nobody has looked at a checkpoint that is downloaded, and the library's matcher
-tries ways through a pattern one after the other, of which ``(a+)+$`` has 2 ** n.
+"""Patterns of names in config.json, matched in bounded time. Whoever wrote a checkpoint decides what they are, and the
+library's matcher tries ways through a pattern one after the other, of which ``(a+)+$`` has 2 ** n.
 
 A pattern with few ways is the library's. For others the places of a name that can be reached are computed all together,
 part by part: what comes out is the same, and no place is looked at twice for one part.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -172,6 +173,16 @@ def test_a_list_of_layers_that_names_none(make: Callable[[str], Path], left: lis
     assert f'leaves "{shown}" unquantised, expected the name of a layer, found none of that name' in message
 
 
+@pytest.mark.parametrize(("form", "key"), [("ct-int4-group", "ignore"), ("awq", "modules_to_not_convert")])
+@pytest.mark.parametrize("empty", ["", "re:", "."])
+def test_an_empty_name_in_a_list_does_not_name_all(
+    make: Callable[[str], Path], form: str, key: str, empty: str
+) -> None:
+    folder = make(form)
+    configure(folder, settings(folder) | {key: ["lm_head", empty]})
+    assert f'leaves "{empty}" unquantised, expected the name of a layer' in refused(folder)
+
+
 def test_lists_of_other_models_layers_beside_ones_own(make: Callable[[str], Path]) -> None:
     folder = make("ct-int4-group")
     configure(
@@ -278,7 +289,9 @@ def test_a_truncated_shard(make: Callable[[str], Path], keep: float) -> None:
     folder = make("gptq-int4")
     content = (folder / WEIGHTS).read_bytes()
     (folder / WEIGHTS).write_bytes(content[: int(keep * len(content))])
-    assert f"{WEIGHTS} is truncated or damaged" in refused(folder)
+    message = refused(folder)
+    assert f"{WEIGHTS} is truncated or damaged" in message
+    assert re.search(r'; the first tensor that is not whole is "model[.\w]+", of which [\d,]+ bytes are there', message)
 
 
 CT = FORMATS["ct-int4-group"].config["config_groups"]["group_0"]
