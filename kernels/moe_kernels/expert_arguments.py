@@ -16,10 +16,7 @@ from moe_kernels.arguments import (
     require_tensors,
 )
 from moe_kernels.plan.types import Plan
-from moe_kernels.quant.weight import QuantisedWeight
-
-Weight = Tensor | QuantisedWeight
-"""Experts' matrices ``[E, O, I]``, as numbers or quantised."""
+from moe_kernels.quant.weight import QuantisedWeight, Weight
 
 
 def check_experts(
@@ -152,5 +149,5 @@ def _same_device(tensor: Tensor, like: Tensor, name: str) -> None:
 
 def describe(weight: Weight) -> str:
     if isinstance(weight, QuantisedWeight):
-        return f"int{weight.bits} of shape {tuple(weight.shape)}"
+        return f"{weight.format} of shape {tuple(weight.shape)}"
     return arguments.describe(weight)

@@ -17,14 +17,13 @@ from moe_kernels import tiles as table
 from moe_kernels.activations.op import Activation
 from moe_kernels.backend import packed
 from moe_kernels.combine.kernel import launch as combine
-from moe_kernels.expert_arguments import Weight
 from moe_kernels.experts.reference import as_tensor
 from moe_kernels.gemv.kernel import gemv_moe
 from moe_kernels.grouped_gemm import launch as gemm
 from moe_kernels.grouped_gemm.swapped import launch as swapped
 from moe_kernels.plan.op import plan as make_plan
 from moe_kernels.plan.types import Plan
-from moe_kernels.quant.weight import QuantisedWeight
+from moe_kernels.quant.weight import QuantisedWeight, Weight
 from moe_kernels.small.kernel import MAX_PAIRS, small_moe
 
 _IDS_BLOCK = 128
@@ -48,6 +47,7 @@ def fused_moe(
 ) -> Tensor:
     """:func:`moe_kernels.fused_moe`, its arguments checked; at least one row."""
     x_TD = aligned_rows(x_TD)
+    w_in, w_down = (w if isinstance(w, Tensor) or w.plain else as_tensor(w, x_TD.dtype) for w in (w_in, w_down))
     ids_TK, weights_TK = ids_TK.contiguous(), weights_TK.contiguous()
     bias_in, bias_down, keep_T, local_E = (packed(tensor) for tensor in (bias_in, bias_down, keep_T, local_E))
     rows, slots = ids_TK.shape

@@ -15,9 +15,10 @@ from torch import Tensor
 from moe_kernels import backend
 from moe_kernels.activations.op import Activation
 from moe_kernels.arguments import check_no_gradient
-from moe_kernels.expert_arguments import Weight, check_choice, check_counts, check_experts
+from moe_kernels.expert_arguments import check_choice, check_counts, check_experts
 from moe_kernels.experts import reference as experts_torch
 from moe_kernels.plan.types import Plan
+from moe_kernels.quant.weight import Weight
 
 WeightsOn = Literal["output", "input"]
 _INSTEAD = "call it under torch.no_grad() or inference_mode(), or train with SparseMLP or parallel_linear"

@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 from moe_kernels.activations.op import Activation, activate
-from moe_kernels.expert_arguments import Weight
 from moe_kernels.grouped_gemm.op import grouped_product
 from moe_kernels.plan.op import local_ids
 from moe_kernels.plan.types import Plan
 from moe_kernels.quant.op import dequantize_experts
-from moe_kernels.quant.weight import QuantisedWeight
+from moe_kernels.quant.weight import QuantisedWeight, Weight
 
 
 def fused_moe(

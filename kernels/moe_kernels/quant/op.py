@@ -13,20 +13,16 @@ from typing import Final
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from moe_kernels import backend
-from moe_kernels.arguments import (
-    FLOATS,
-    check_quantise,
-    describe,
-    require,
-    require_kind,
-    require_tensors,
-)
+from moe_kernels.arguments import FLOATS, describe, require, require_kind, require_tensors
+from moe_kernels.quant.checks import check_quantise, groups_of
+from moe_kernels.quant.packing import pack, values
 from moe_kernels.quant.weight import QuantisedWeight
 
 GROUP: Final = 128
-"""Input columns of a group, and of a run of the int4 layout."""
+"""Input columns of a group, unless the caller says otherwise."""
 EXTREME_CODE: Final = {4: -8, 8: 127}
 """The code of a group's value of largest magnitude.
 
@@ -54,8 +50,10 @@ class QuantisationError:
 
 @backend.eager
 @torch.no_grad()
-def quantize_experts(w_EOI: Tensor, bits: int, group: int = GROUP) -> QuantisedWeight:
-    """Round ``w_EOI`` to ``bits`` with one scale per row (``group`` 0) or per 128 columns of a row (``group`` 128).
+def quantize_experts(
+    w_EOI: Tensor, bits: int, group: int = GROUP, *, into: QuantisedWeight | None = None
+) -> QuantisedWeight:
+    """Round ``w_EOI`` to ``bits`` with one scale per row (``group`` 0) or per ``group`` columns of a row.
 
     The scale is rounded to float16 first and the codes are taken with the rounded one, half to even. So a value's error
     is half a step at most; beyond that only clipping costs (int4 as :data:`EXTREME_CODE` says, and groups whose scale
@@ -63,34 +61,46 @@ def quantize_experts(w_EOI: Tensor, bits: int, group: int = GROUP) -> QuantisedW
     for. Memory beyond the result: one expert in float32, a few times.
 
     Args:
-        w_EOI: float32, bfloat16 or float16, any strides. I must be a multiple of 128, of 16 for ``bits`` 8 per channel.
+        w_EOI: float32, bfloat16 or float16, any strides. I must be a multiple of 16.
         bits: 4 or 8.
-        group: 0 or 128.
+        group: 0, 32, 64 or 128. A row's last group may be smaller.
+        into: parts to fill and return, on any device, e.g. ``parts.experts(e, e + 1)`` of one expert at a time.
 
     Raises:
-        ArgumentError: a shape, dtype, ``bits`` or ``group`` that is not offered; NaN, infinity, or values that overflow
-            float16's scale.
+        ArgumentError: a shape, dtype, ``bits`` or ``group`` that is not offered; ``into`` is another weight's; NaN,
+            infinity, or values that overflow float16's scale.
 
     Example: one row ``[-4.0, 1.0, 2.2, 0, ...]``, 4 bits: scale -4 / -8 = 0.5, codes -8, 2, 4, 0: ``[-4, 1, 2, 0]``.
     """
     check_quantise(w_EOI, bits, group)
-    experts, out_features, in_features = w_EOI.shape
-    runs = in_features // group if group else 1
-    device = w_EOI.device
-    packed = torch.empty(experts, out_features, in_features * bits // 8, dtype=torch.uint8, device=device)
-    scales = torch.empty(experts, out_features, runs, dtype=torch.float16, device=device)
+    shape = (w_EOI.shape[0], w_EOI.shape[1], w_EOI.shape[2])
+    if into is None:
+        into = QuantisedWeight.empty(shape, bits=bits, group=group, device=w_EOI.device)
+    _check_into(into, shape, bits, group)
+    out_features, runs = shape[1], groups_of(shape[2], group)
     for expert, w_OI in enumerate(w_EOI):
-        w_OGC = w_OI.float().reshape(out_features, runs, in_features // runs)
-        require(bool(w_OGC.isfinite().all()), f"expert {expert} has values that are NaN or infinite")
-        scales[expert] = _scales(w_OGC, bits)
-        require(bool(scales[expert].isfinite().all()), f"expert {expert}: a scale does not fit float16")
-        packed[expert] = _pack(_codes(w_OGC, scales[expert], bits).flatten(1), bits)
-    return QuantisedWeight(packed=packed, scales=scales, bits=bits, group=group, in_features=in_features)
+        require(bool(w_OI.isfinite().all()), f"expert {expert} has values that are NaN or infinite")
+        whole_OI = F.pad(w_OI.float(), (0, runs * group - shape[2] if group else 0))
+        w_OGC = whole_OI.reshape(out_features, runs, whole_OI.shape[1] // runs)
+        scales_OG = _scales(w_OGC, bits)
+        require(bool(scales_OG.isfinite().all()), f"expert {expert}: a scale does not fit float16")
+        codes_OI = _codes(w_OGC, scales_OG, bits).flatten(1)[:, : shape[2]]
+        into.scales[expert] = scales_OG
+        into.packed[expert] = pack(codes_OI, bits)
+    return into
+
+
+def _check_into(into: QuantisedWeight, shape: tuple[int, int, int], bits: int, group: int) -> None:
+    wanted = QuantisedWeight.empty((0, shape[1], shape[2]), bits=bits, group=group)
+    fits = (into.format, into.shape, into.scales.dtype) == (wanted.format, shape, wanted.scales.dtype)
+    found = f"found {into.format} of shape {into.shape} with {into.scales.dtype} scales"
+    require(fits, f"into must be {wanted.format} of shape {shape} with {wanted.scales.dtype} scales, {found}")
 
 
 @backend.eager
 def dequantize_experts(q: QuantisedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
-    """``w_EOI``: code x scale, exact in float32 (8 + 11 bits) and rounded once to another ``dtype``.
+    """``w_EOI``: value of the code x scale in float32, rounded once to another ``dtype``. With float16 scales exact in
+    float32 (8 + 11 bits).
 
     Raises:
         ArgumentError: ``dtype`` is not float32, bfloat16, float16 or float64.
@@ -98,17 +108,14 @@ def dequantize_experts(q: QuantisedWeight, dtype: torch.dtype = torch.float32) -
     require_kind(isinstance(q, QuantisedWeight), "q must be a QuantisedWeight", q)
     floats = (*FLOATS, torch.float64)
     require(dtype in floats, f"dtype must be one of {floats} for weights of shape {q.shape}, found {dtype}")
-    if backend.use_triton(q.packed) and dtype in FLOATS:
+    if backend.use_triton(q.packed) and dtype in FLOATS and q.plain:
         from moe_kernels.quant import kernel as dequantize_triton
 
         with backend.device_of(q.packed):
             return dequantize_triton.launch(q, dtype)
-    experts, out_features, in_features = q.shape
     w_EOI = torch.empty(q.shape, dtype=dtype, device=q.device)
-    for expert in range(experts):
-        codes_OI = _unpack(q.packed[expert], q.bits).float() - (1 << (q.bits - 1))
-        codes_OGC = codes_OI.view(out_features, q.scales.shape[2], q.group or in_features)
-        w_EOI[expert] = (codes_OGC * q.scales[expert].float().unsqueeze(2)).view(out_features, in_features)
+    for expert in range(q.shape[0]):
+        w_EOI[expert] = values(q.experts(expert, expert + 1))[0]
     return w_EOI
 
 
@@ -158,20 +165,3 @@ def _codes(w_OGC: Tensor, scales_OG: Tensor, bits: int) -> Tensor:
     half = 1 << (bits - 1)
     lowest = -half if bits == 4 else 1 - half
     return ((w_OGC / step_OG1).round().clamp(lowest, half - 1) + half).to(torch.uint8)
-
-
-def _pack(codes_OI: Tensor, bits: int) -> Tensor:
-    if bits == 8:
-        return codes_OI
-    rows, columns = codes_OI.shape
-    halves_ORHJ = codes_OI.view(rows, columns // GROUP, 2, GROUP // 2)
-    return torch.bitwise_or(halves_ORHJ[:, :, 0], halves_ORHJ[:, :, 1] << 4).flatten(1)
-
-
-def _unpack(packed_OB: Tensor, bits: int) -> Tensor:
-    if bits == 8:
-        return packed_OB
-    rows, stored = packed_OB.shape
-    bytes_ORJ = packed_OB.view(rows, stored // (GROUP // 2), GROUP // 2)
-    halves_ORHJ = torch.stack([bytes_ORJ & 15, bytes_ORJ >> 4], dim=2)
-    return halves_ORHJ.flatten(1)

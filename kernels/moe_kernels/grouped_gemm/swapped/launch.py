@@ -12,11 +12,11 @@ from torch import Tensor
 
 from moe_kernels.activations.op import Activation, gated
 from moe_kernels.arguments import require
-from moe_kernels.expert_arguments import Weight
 from moe_kernels.fitting import MIN_K, fitted
 from moe_kernels.grouped_gemm.launch import shared_memory
 from moe_kernels.grouped_gemm.swapped.kernel import arrange_kernel, swapped_gemm_kernel
 from moe_kernels.plan.types import Plan, tile_bound
+from moe_kernels.quant.weight import Weight
 from moe_kernels.small import arguments as small
 
 ARRANGE_BLOCK = 1024
