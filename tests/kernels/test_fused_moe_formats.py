@@ -60,8 +60,10 @@ def test_a_layer_of_gpt_oss(kind: str) -> None:
 @pytest.mark.parametrize("weights_on", ["output", "input"])
 def test_columns_in_an_order_of_their_own(weights_on: str) -> None:
     """With a plan, a table of local experts, a mask; grouped rows too. NaN of an absent slot goes nowhere."""
-    layer, expected_TD = layer_of("int4 g64 order", 3, 128, 64)
+    layer, _ = layer_of("int4 g64 order", 3, 128, 64)
     layer = layer.but(weights_on=weights_on)
+    layer.ids_TK[2, 1] = -2
+    layer.weights_TK[2, 1] = torch.nan
     expected_TD = by_definition(layer, layer.w_in, layer.w_down)  # type: ignore[arg-type]
     with larger_tiles():
         made = plan(layer.ids_TK, 3, block_rows=16)

@@ -48,7 +48,7 @@ def rounded(w_OI: Tensor, like: QuantisedWeight) -> tuple[Tensor, Tensor, Tensor
         scales_RG, half = _around_zero(w_RrGC, like.bits), 1 << (like.bits - 1)
         lowest = 0 if like.bits == 4 else 1
         codes_RrGC = _integers(w_RrGC, scales_RG, torch.full_like(scales_RG, half).float(), lowest, 2 * half - 1)
-    return codes_RrGC.view(out_features, -1)[:, :in_features], scales_RG, zeros_RG
+    return codes_RrGC.view(out_features, whole_OI.shape[1])[:, :in_features], scales_RG, zeros_RG
 
 
 def _around_zero(w_RrGC: Tensor, bits: int) -> Tensor:
