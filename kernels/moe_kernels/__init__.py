@@ -9,10 +9,12 @@ from moe_kernels.activations.op import Activation
 from moe_kernels.arguments import ArgumentError
 from moe_kernels.combine.op import combine
 from moe_kernels.experts.op import WeightsOn, fused_moe, grouped_mlp
+from moe_kernels.experts.ordered import fold_order
 from moe_kernels.plan.op import plan
 from moe_kernels.plan.types import FirstCome, Plan
 from moe_kernels.quant.op import QuantisationError, dequantize_experts, quantisation_error, quantize_experts
-from moe_kernels.quant.weight import QuantisedWeight
+from moe_kernels.quant.packing import from_codes, scales_as
+from moe_kernels.quant.weight import QuantisedWeight, Weight, stack_rows
 from moe_kernels.router.op import GroupScore, Order, Score, route
 from moe_kernels.training.mixture_of_attention import MixtureOfAttention
 from moe_kernels.training.parallel_linear import parallel_linear
@@ -32,9 +34,12 @@ __all__ = [
     "QuantisedWeight",
     "Score",
     "SparseMLP",
+    "Weight",
     "WeightsOn",
     "combine",
     "dequantize_experts",
+    "fold_order",
+    "from_codes",
     "fused_moe",
     "grouped_mlp",
     "parallel_linear",
@@ -42,5 +47,7 @@ __all__ = [
     "quantisation_error",
     "quantize_experts",
     "route",
+    "scales_as",
     "sparse_mlp",
+    "stack_rows",
 ]

@@ -184,44 +184,6 @@ def describe(tensor: Tensor) -> str:
     return f"{tensor.dtype} of shape {tuple(tensor.shape)}{strides}"
 
 
-def check_quantise(w_EOI: Tensor, bits: int, group: int) -> None:
-    require_tensors(weights=w_EOI)
-    require(not w_EOI.is_meta, f"weights must have values, found {describe(w_EOI)} on meta")
-    _check_format(bits, group)
-    fits = w_EOI.dim() == 3 and w_EOI.dtype in FLOATS
-    require(fits, f"weights must be [E, O, I] in {FLOATS}, found {describe(w_EOI)}")
-    _check_quantisable(w_EOI.shape[2], bits, group)
-
-
-def check_quantised(packed: Tensor, scales: Tensor, bits: int, group: int, in_features: int) -> None:
-    require_tensors(**{"packed weights": packed, "scales": scales})
-    _check_format(bits, group)
-    check_count("in_features", in_features, 1)
-    _check_quantisable(in_features, bits, group)
-    require(packed.dim() == 3, f"packed weights must be [E, O, I x bits / 8], found {describe(packed)}")
-    experts, out_features, _ = packed.shape
-    wide = (experts, out_features, in_features * bits // 8)
-    check_like(packed, wide, torch.uint8, f"packed weights of {in_features} columns in {bits} bits")
-    groups = in_features // group if group else 1
-    check_like(scales, (experts, out_features, groups), torch.float16, "scales [E, O, G]")
-    check_device(scales, packed, "scales", "packed weights")
-    require(packed.is_contiguous() and scales.is_contiguous(), "packed weights and scales must be contiguous")
-    # Kernels load 16 bytes at a time.
-    require(packed.data_ptr() % 16 == 0, "packed weights must be contiguous and start at a multiple of 16 bytes")
-
-
-def _check_format(bits: int, group: int) -> None:
-    require(is_integer(bits) and bits in (4, 8), f"bits must be 4 or 8, found {bits!r}")
-    require(is_integer(group) and group in (0, 128), f"group must be 0 (per channel) or 128, found {group!r}")
-
-
-def _check_quantisable(in_features: int, bits: int, group: int) -> None:
-    step = 16 if bits == 8 and not group else 128
-    what = f"{bits} bits " + (f"in groups of {group}" if group else "per channel")
-    fits = in_features > 0 and in_features % step == 0
-    require(fits, f"{what} needs I in multiples of {step}, found I={in_features}")
-
-
 def dtypes_on(device: torch.device) -> tuple[torch.dtype, ...]:
     """The references can be exact; kernels sum in float32."""
     return (*FLOATS, torch.float64) if device.type == "cpu" else FLOATS

@@ -16,10 +16,7 @@ from moe_kernels.arguments import (
     require_tensors,
 )
 from moe_kernels.plan.types import Plan
-from moe_kernels.quant.weight import QuantisedWeight
-
-Weight = Tensor | QuantisedWeight
-"""Experts' matrices ``[E, O, I]``, as numbers or quantised."""
+from moe_kernels.quant.weight import QuantisedWeight, Weight
 
 
 def check_experts(
@@ -38,6 +35,8 @@ def check_experts(
     rows_in, name = (2 * width, "w_in [E, 2F, D]") if gated(activation) else (width, "w_in [E, F, D]")
     _check_weight(w_down, (experts, hidden, width), x_ND, "w_down [E, D, F]")
     _check_weight(w_in, (experts, rows_in, hidden), x_ND, name)
+    ordered = isinstance(w_down, QuantisedWeight) and w_down.order is not None
+    require(not ordered, f"w_down must have its columns in h's order, found {describe(w_down)}: call fold_order before")
     check_optional(bias_in, (experts, rows_in), x_ND.dtype, x_ND, "bias_in")
     check_optional(bias_down, (experts, hidden), x_ND.dtype, x_ND, "bias_down")
 
@@ -152,5 +151,5 @@ def _same_device(tensor: Tensor, like: Tensor, name: str) -> None:
 
 def describe(weight: Weight) -> str:
     if isinstance(weight, QuantisedWeight):
-        return f"int{weight.bits} of shape {tuple(weight.shape)}"
+        return f"{weight.format} of shape {tuple(weight.shape)}"
     return arguments.describe(weight)

@@ -10,6 +10,8 @@ import math
 import torch
 from torch import Tensor
 
+from moe_kernels.quant.weight import QuantisedWeight
+
 
 def route_row(
     logits: list[float],
@@ -62,3 +64,30 @@ def fused_moe(x_TD: Tensor, w_gate_up_E2FD: Tensor, w_down_EDF: Tensor, ids_TK: 
             gate, up = hidden[:width], hidden[width:]
             y_TD[row] += weight * (w_down_EDF[expert] @ (torch.nn.functional.silu(gate) * up)).float()
     return y_TD.to(x_TD.dtype)
+
+
+def weight_value(q: QuantisedWeight, expert: int, row: int, column: int) -> float:
+    """The number that stands at a place of a quantised matrix, by the definitions of layout and formats."""
+    stored = column if q.order is None else q.order[expert].tolist().index(column)
+    code = int(q.packed[expert, row, stored]) if q.bits == 8 else _nibble(q, expert, row, stored)
+    block = (expert, row // q.scale_rows, stored // q.group if q.group else 0)
+    scale = float(q.scales[block])
+    if q.codes == "e4m3":
+        return _minifloat(code, exponent_bits=4, mantissa_bits=3, bias=7) * scale
+    if q.codes == "e2m1":
+        return _minifloat(code, exponent_bits=2, mantissa_bits=1, bias=1) * 2.0 ** (int(scale) - 127)
+    return (code - (1 << (q.bits - 1) if q.zeros is None else int(q.zeros[block]))) * scale
+
+
+def _nibble(q: QuantisedWeight, expert: int, row: int, column: int) -> int:
+    run, inside = divmod(column, 128)
+    byte = int(q.packed[expert, row, 64 * run + inside % 64])
+    return byte & 15 if inside < 64 else byte >> 4
+
+
+def _minifloat(code: int, *, exponent_bits: int, mantissa_bits: int, bias: int) -> float:
+    """Open Compute Project's small floats: sign, exponent, mantissa; exponent 0 has no leading one."""
+    mantissa = code % (1 << mantissa_bits) / (1 << mantissa_bits)
+    exponent = (code >> mantissa_bits) % (1 << exponent_bits)
+    sign = -1.0 if code >> (exponent_bits + mantissa_bits) else 1.0
+    return sign * (mantissa * 2.0 ** (1 - bias) if exponent == 0 else (1 + mantissa) * 2.0 ** (exponent - bias))

@@ -16,6 +16,7 @@ from torch import Tensor
 from moe_kernels import ArgumentError
 from moe_kernels.quant.op import dequantize_experts, quantisation_error, quantize_experts
 from moe_kernels.quant.weight import QuantisedWeight
+from moe_kernels.reference import weight_value
 
 FORMATS = [(8, 0), (8, 128), (4, 0), (4, 128)]
 formats = pytest.mark.parametrize(("bits", "group"), FORMATS)
@@ -34,22 +35,12 @@ def random_packed(bits: int, group: int, seed: int, experts: int = 2, out: int =
     return QuantisedWeight(packed=packed, scales=scales, bits=bits, group=group, in_features=in_features)
 
 
-def value_at(q: QuantisedWeight, expert: int, row: int, column: int) -> float:
-    """The docstring of QuantisedWeight, word for word."""
-    scale = float(q.scales[expert, row, column // 128 if q.group else 0])
-    if q.bits == 8:
-        return (int(q.packed[expert, row, column]) - 128) * scale
-    run, inside = divmod(column, 128)
-    byte = int(q.packed[expert, row, 64 * run + inside % 64])
-    return ((byte & 15 if inside < 64 else byte >> 4) - 8) * scale
-
-
 @formats
 def test_every_column_is_where_the_layout_says(bits: int, group: int) -> None:
     q = random_packed(bits, group, seed=1)
     w_EOI = dequantize_experts(q, torch.float64)
     for expert, row in ((0, 2), (1, 0)):
-        expected = [value_at(q, expert, row, column) for column in range(256)]
+        expected = [weight_value(q, expert, row, column) for column in range(256)]
         assert w_EOI[expert, row].tolist() == expected
 
 
@@ -191,11 +182,9 @@ def test_a_shard_is_a_view(bits: int, group: int) -> None:
     ("shape", "dtype", "bits", "group", "words"),
     [
         ((2, 3, 256), torch.float32, 3, 128, "bits must be 4 or 8, found 3"),
-        ((2, 3, 256), torch.float32, 4, 64, "group must be 0 .* or 128, found 64"),
-        ((2, 3, 200), torch.float32, 4, 128, "4 bits in groups of 128 needs I in multiples of 128, found I=200"),
-        ((2, 3, 200), torch.float32, 8, 128, "8 bits in groups of 128"),
-        ((2, 3, 192), torch.float32, 4, 0, "4 bits per channel needs I in multiples of 128, found I=192"),
-        ((2, 3, 17), torch.float32, 8, 0, "8 bits per channel needs I in multiples of 16, found I=17"),
+        ((2, 3, 256), torch.float32, 4, 48, "group must be 0 .* or 128, found 48"),
+        ((2, 3, 200), torch.float32, 4, 128, "I in multiples of 16, found I=200"),
+        ((2, 3, 17), torch.float32, 8, 0, "I in multiples of 16, found I=17"),
         ((2, 3, 0), torch.float32, 8, 0, "I=0"),
         ((3, 256), torch.float32, 4, 128, r"weights must be \[E, O, I\] .* found torch.float32 of shape \(3, 256\)"),
         ((2, 3, 256), torch.float64, 4, 128, "found torch.float64"),
@@ -228,7 +217,15 @@ def test_values_that_no_code_can_mean(value: float, words: str) -> None:
         ({"packed": torch.zeros(2, 3, 128, dtype=torch.int8)}, "must be torch.uint8"),
         ({"packed": torch.zeros(3, 128, dtype=torch.uint8)}, r"packed weights must be \[E, O"),
         ({"packed": torch.zeros(2, 3, 256, dtype=torch.uint8)[:, :, ::2]}, "contiguous"),
-        ({"scales": torch.zeros(2, 3, 2)}, "must be torch.float16"),
+        ({"scales": torch.zeros(2, 3, 2, dtype=torch.uint8)}, "must be torch.float16"),
+        ({"codes": "e4m3"}, "bits of 'e4m3' must be 8, found 4"),
+        ({"codes": "e5m2"}, "codes must be one of .*found 'e5m2'"),
+        ({"codes": "e2m1", "group": 32}, r"scales .* must be torch.uint8 of shape \(2, 3, 8\)"),
+        ({"scale_rows": 2}, "rows must be multiples of scale_rows=2, found 3"),
+        ({"scale_rows": 3}, r"scales .E, O / scale_rows, G. must be .* .2, 1, 2."),
+        ({"scale_rows": 0}, "scale_rows must be at least 1"),
+        ({"zeros": torch.zeros(2, 3, 2)}, "zeros like scales must be torch.uint8"),
+        ({"order": torch.zeros(2, 256)}, r"order \[E, I\] must be torch.int32"),
         (
             {"scales": torch.zeros(2, 3, 2, dtype=torch.float16, device="meta")},
             "scales is on meta, packed weights on cpu",

@@ -39,6 +39,6 @@ def test_the_experts_are_those_of_the_rounded_weights() -> None:
     assert mlp.experts.w_in.scales.dtype == torch.float16
 
 
-def test_sizes_without_groups_are_refused() -> None:
+def test_groups_that_are_not_offered_are_refused() -> None:
     with pytest.raises(PocketError, match="cannot be quantised"):
-        quantise(PocketMoe(tiny()), 4, 128)
+        quantise(PocketMoe(tiny()), 4, 48)

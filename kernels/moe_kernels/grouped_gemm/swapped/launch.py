@@ -12,11 +12,11 @@ from torch import Tensor
 
 from moe_kernels.activations.op import Activation, gated
 from moe_kernels.arguments import require
-from moe_kernels.expert_arguments import Weight
 from moe_kernels.fitting import MIN_K, fitted
 from moe_kernels.grouped_gemm.launch import shared_memory
 from moe_kernels.grouped_gemm.swapped.kernel import arrange_kernel, swapped_gemm_kernel
 from moe_kernels.plan.types import Plan, tile_bound
+from moe_kernels.quant.weight import Weight
 from moe_kernels.small import arguments as small
 
 ARRANGE_BLOCK = 1024
@@ -61,7 +61,7 @@ def launch(
         stride_bias=0 if bias_EO is None else bias_EO.stride(0), I=matrices.columns, WIDTH=width,
         SLOTS=plan.slots, GATHER=gather or "grouped", ACT=activation, GATED=gated(activation),
         HAS_BIAS=bias_EO is not None, HAS_SCALE=row_scale_S is not None, OUT_ARRANGED=out_arranged,
-        GROUP_M=tiles["GROUP_M"], **weight, **small.launch_options(tiles),
+        GROUP_M=tiles["GROUP_M"], **weight, **small.launch_options(matrices, tiles),
     )  # fmt: skip
     return out_SW
 
