@@ -15,14 +15,18 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from services.errors import CheckpointError
+from services.model.expert_format import Kind
 from services.model.header import DOWNLOAD_AGAIN, TensorEntry
 from services.model.names import Shape
-from services.model.sources import Source
+from services.model.sources import Source, kind_of
 from services.model.spec import ModelSpec
 from services.model.tensor_entries import tensor_entries
 
 if TYPE_CHECKING:  # digests are made without torch
     from torch import Tensor
+
+    from moe_kernels import QuantisedWeight
+    from services.model.dequantised.parts import Parts
 
 
 class Checkpoint:
@@ -56,6 +60,22 @@ class Checkpoint:
         """Return whether the weight called ``name`` is stored quantised: in other tensors, by :meth:`read` alone."""
         return name in self._sources
 
+    def kind(self, name: str) -> Kind | None:
+        """Return the form in which the weight called ``name`` can be held as it is stored, if there is one."""
+        return kind_of(name, self._entries, self._sources)
+
+    def read_stored(self, name: str) -> QuantisedWeight:
+        """Return a weight that has a :meth:`kind`, exactly, as the only expert.
+
+        Raises:
+            CheckpointError: its tensors are not such that it can be held so.
+        """
+        from services.model.dequantised.integers import as_stored
+
+        source, kind = self._sources[name], self.kind(name)
+        assert kind is not None, name
+        return as_stored(source.format, self._parts(source), source.shape, kind)
+
     def shape(self, name: str) -> Shape:
         return self._sources[name].shape if name in self._sources else self._entries[name].shape
 
@@ -79,10 +99,14 @@ class Checkpoint:
         return sum(self._entries[stored.name].nbytes // stored.share for stored in self._sources[name].parts.values())
 
     def _dequantised(self, source: Source) -> Tensor:
-        from services.model.dequantised.parts import Part
         from services.model.dequantised.values import dequantised
 
-        parts = {
+        return dequantised(source.format, self._parts(source), source.shape)
+
+    def _parts(self, source: Source) -> Parts:
+        from services.model.dequantised.parts import Part
+
+        return {
             part: Part(
                 tensor=self._stored(stored.name, stored.select),
                 name=stored.name,
@@ -90,7 +114,6 @@ class Checkpoint:
             )
             for part, stored in source.parts.items()
         }
-        return dequantised(source.format, parts, source.shape)
 
     def _stored(self, name: str, select: tuple[int | slice, ...] = ()) -> Tensor:
         from services.model.stored_tensors import read_tensor

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding, linear, silu
 
+from services.config import ExpertFormat
 from services.model.checkpoint import Checkpoint
 from services.model.load_spec import load_spec
 from services.model.names import EMBED, FINAL_NORM, LM_HEAD, FfnNames, TensorNames, dense_shapes, expert_shapes
@@ -31,6 +32,28 @@ class ReferenceOutput:
 
     logits_TV: Tensor
     router_margin_T: Tensor
+
+
+_ROUNDED: Mapping[ExpertFormat, tuple[int, int]] = {"int8": (8, 0), "int4": (4, 128), "int4-channel": (4, 0)}
+"""Bits, and columns that share a scale; 0: all."""
+
+
+def rounded(weight_OI: Tensor, bits: int, group: int) -> Tensor:
+    """Return what integers of ``bits`` bits with a scale for each ``group`` columns make of a weight, in float32.
+
+    The value of largest magnitude gets the code -8 of 4 bits or 127 of 8, or in 8 bits -127 if it is negative; the
+    scale that brings it there is rounded to float16 and is 2 ** -24 at least, unless all values are 0.
+    """
+    w_OI = weight_OI.float()
+    columns = w_OI.shape[1]
+    w_RC = w_OI.reshape(-1, group or columns)
+    largest_R = w_RC.abs().argmax(1)
+    extreme_R = w_RC[torch.arange(len(w_RC)), largest_R]
+    scale_R = extreme_R / -8 if bits == 4 else extreme_R.abs() / 127
+    scale_R = torch.where(scale_R.abs() < 2.0**-24, torch.sign(scale_R) * 2.0**-24, scale_R).half().float()
+    lowest, highest = (-8, 7) if bits == 4 else (-127, 127)
+    code_RC = (w_RC / torch.where(scale_R == 0, 1.0, scale_R)[:, None]).round().clamp(lowest, highest)
+    return (code_RC * scale_R[:, None]).view_as(w_OI)
 
 
 class ReferenceModel:
@@ -49,11 +72,20 @@ class ReferenceModel:
         self._tensors = {name: tensor.float() for name, tensor in tensors.items()}
 
     @classmethod
-    def load(cls, model_dir: Path, on_choice: Callable[[int, Tensor], None] = lambda _layer, _expert_TK: None) -> Self:
+    def load(
+        cls,
+        model_dir: Path,
+        on_choice: Callable[[int, Tensor], None] = lambda _layer, _expert_TK: None,
+        expert_format: ExpertFormat = "dense",
+    ) -> Self:
+        """Read a checkpoint. Its experts are what ``expert_format`` makes of them; "dense" and "auto" round nothing."""
         spec = load_spec(model_dir)
         with Checkpoint(model_dir, spec) as checkpoint:
-            names = dense_shapes(spec) | expert_shapes(spec)
-            return cls(spec, {name: checkpoint.read(name) for name in names}, on_choice)
+            tensors = {name: checkpoint.read(name) for name in dense_shapes(spec)}
+            for name in expert_shapes(spec):
+                weight_OI = checkpoint.read(name)
+                tensors[name] = rounded(weight_OI, *_ROUNDED[expert_format]) if expert_format in _ROUNDED else weight_OI
+            return cls(spec, tensors, on_choice)
 
     def logits(self, token_ids: Sequence[int]) -> Tensor:
         """Return ``[T, V]`` float32: row t predicts the token after ``token_ids[t]``."""

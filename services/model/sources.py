@@ -13,9 +13,11 @@ from pathlib import Path
 
 from services.errors import CheckpointError
 from services.model.configfile import CONFIG
+from services.model.expert_format import Kind
 from services.model.header import FLOATS, TensorEntry
 from services.model.names import LM_HEAD, TensorNames, dense_shapes, expert_shapes, linear_shapes
 from services.model.quantised.config import KEY
+from services.model.quantised.kinds import stored_kind
 from services.model.quantised.quantisation import Choice, Match, Names, Quantisation, prefixes
 from services.model.quantised.stored import Layout, LinearFormat, Shape
 from services.model.spec import ModelSpec
@@ -52,6 +54,15 @@ def find_sources(entries: Mapping[str, TensorEntry], folder: Path, spec: ModelSp
     _check_names(quantisation, folder, spec)
     finder = _Finder(entries, folder, spec, quantisation)
     return {weight: source for weight, shape in linear_shapes(spec).items() if (source := finder.find(weight, shape))}
+
+
+def kind_of(name: str, entries: Mapping[str, TensorEntry], sources: Mapping[str, Source]) -> Kind | None:
+    """Return the form in which the weight called ``name`` can be held as it is stored, if there is one."""
+    if name not in sources:
+        return None
+    source = sources[name]
+    types = {part: entries[stored.name].dtype for part, stored in source.parts.items()}
+    return stored_kind(source.format, source.shape, source.parts, types)
 
 
 def unread(entries: Mapping[str, TensorEntry], sources: Mapping[str, Source]) -> set[str]:

@@ -20,9 +20,14 @@ class Fetch(Message, frozen=True, kw_only=True):
 
 
 class Weights(Message, frozen=True, kw_only=True):
-    """Announces a tensor on the lane, with its :func:`services.fabric.nccl.weights.checksum`."""
+    """Announces a tensor on the lane, with its :func:`services.fabric.nccl.weights.checksum`.
+
+    Dense weights are one tensor for a matrix, named as it is, and quantised ones several. ``dtype`` is torch's name;
+    the release before leaves it out, and has dense weights alone.
+    """
 
     layer: int
     name: str
     shape: tuple[int, ...]
     checksum: int
+    dtype: str = ""
