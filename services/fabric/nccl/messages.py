@@ -20,14 +20,17 @@ class Fetch(Message, frozen=True, kw_only=True):
 
 
 class Weights(Message, frozen=True, kw_only=True):
-    """Announces a tensor on the lane, with its :func:`services.fabric.nccl.weights.checksum`.
-
-    Dense weights are one tensor for a matrix, named as it is, and quantised ones several. ``dtype`` is torch's name;
-    the release before leaves it out, and has dense weights alone.
-    """
+    """Announces a tensor on the lane, with its :func:`services.fabric.nccl.weights.checksum`: a dense matrix, in the
+    serving dtype."""
 
     layer: int
     name: str
     shape: tuple[int, ...]
     checksum: int
+
+
+class TypedWeights(Weights, frozen=True, kw_only=True):
+    """Announces one of several tensors of a quantised matrix. ``dtype`` is torch's name; that of a :class:`Weights`,
+    which is all that the release before sends, is empty."""
+
     dtype: str = ""

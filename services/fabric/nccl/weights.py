@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+import msgspec
 import torch
 from torch import Tensor
 
 from services.errors import CallFailed, LaneFailed, WireError
-from services.fabric.nccl.messages import Fetch, Weights
+from services.fabric.nccl.messages import Fetch, TypedWeights, Weights
 from services.fabric.tcp.connect import Facts, connect, prove
 from services.fabric.tcp.extension import ServerExtension
 from services.fabric.tcp.frames import Failed, Frame, Kind, message_of
@@ -79,14 +80,15 @@ class WeightsGiver(ServerExtension):
             return
         for name, tensor in of_layer[1].items():
             with peer.reading():
-                message = Weights(
-                    layer=layer,
-                    name=name,
-                    shape=tuple(tensor.shape),
-                    checksum=checksum(tensor),
-                    dtype=_name(tensor.dtype),
-                )
+                message = _announcement(layer, name, tensor)
             peer.send(Kind.WEIGHTS, message, rows=tensor, by_lane=True)
+
+
+def _announcement(layer: int, name: str, tensor: Tensor) -> Weights:
+    message = Weights(layer=layer, name=name, shape=tuple(tensor.shape), checksum=checksum(tensor))
+    if "." not in name:
+        return message
+    return TypedWeights(**msgspec.structs.asdict(message), dtype=_name(tensor.dtype))
 
 
 def fetch(
@@ -125,8 +127,8 @@ def fetch(
             form = forms.get(message.layer, {}).get(message.name)
             if form is None or message.name in found[message.layer] or not _has(message, form):
                 raise WireError(
-                    f"{peer.name} sent {message.name} {message.dtype} {message.shape} of layer {message.layer} "
-                    f"unrequested{'' if form is None else f', expected {_name(form[1])} {form[0]}'}."
+                    f"{peer.name} sent {message.name} {message.dtype} {message.shape} of layer {message.layer}, "
+                    f"expected {'nothing' if form is None else f'{_name(form[1])} {form[0]}'}."
                 )
             found[message.layer][message.name] = tensor = _receive(peer, message, form[1], facts.lanes.device)
             take(message.layer, message.name, tensor)
@@ -135,7 +137,7 @@ def fetch(
         peer.close()
 
 
-def _has(message: Weights, form: Form) -> bool:
+def _has(message: TypedWeights, form: Form) -> bool:
     shape, dtype = form
     return message.shape == shape and message.dtype in ("", _name(dtype))
 
@@ -144,14 +146,14 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _next_weights(peer: Peer, stopped: Callable[[], bool]) -> Weights:
+def _next_weights(peer: Peer, stopped: Callable[[], bool]) -> TypedWeights:
     until = deadline_in(_TENSOR_S)
     while not stopped():
         frame = peer.receive(until)
         if frame.kind == Kind.FAILED:
             raise CallFailed(f"{peer.name} sent no weights: {message_of(frame, Failed).message}")
         if frame.kind == Kind.WEIGHTS:
-            return message_of(frame, Weights)
+            return message_of(frame, TypedWeights)
     raise CallFailed("Loading was stopped.")
 
 

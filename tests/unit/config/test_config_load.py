@@ -340,7 +340,10 @@ def test_the_short_help_of_a_role_has_its_own_options(
 
 @pytest.mark.parametrize("word", ["autoscaling", "Autoscaling", "AUTO"])
 def test_help_about_a_topic(word: str, options_in: Callable[..., tuple[set[str], list[str]]]) -> None:
-    assert options_in(f"--help={word}") == (set(TOPICS["Autoscaling"]) - {"pod", "kubernetes_selector"}, ["Autoscaling"])
+    assert options_in(f"--help={word}") == (
+        set(TOPICS["Autoscaling"]) - {"pod", "kubernetes_selector"},
+        ["Autoscaling"],
+    )
 
 
 @pytest.mark.parametrize("word", ["--max-num-seqs", "max_num_seqs", "num-seqs"])

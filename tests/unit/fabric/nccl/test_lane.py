@@ -388,13 +388,19 @@ def test_a_damaged_tensor_is_refused(served: Serve, monkeypatch: pytest.MonkeyPa
         return caught.value
 
     assert isinstance(asked({0: {"gate_up": ((3, 12, 5), torch.float32), "down": down}}), WireError)
-    other = asked({0: {"gate_up": ((3, 12, 4), torch.bfloat16), "down": down}})
-    assert "sent gate_up float32 (3, 12, 4) of layer 0 unrequested, expected bfloat16 (3, 12, 4)" in other.message
     real, here = checksum, threading.get_ident()
     monkeypatch.setattr(nccl_weights, "checksum", lambda tensor: real(tensor) + (threading.get_ident() == here))
     assert "has another checksum" in asked(forms).message
     with pytest.raises(CallFailed, match="are not held here"):
         fetch(seat_of(server, 0), facts, {0: (0, 1, 2)}, forms)
+
+
+def test_parts_of_another_type_are_refused(served: Serve) -> None:
+    server = served(lane="gloo", weights={0: (IDS, {"down.scales": torch.zeros(3, 12, 1).half()})})
+    facts = Facts(hello=hello(), secret=SECRET, timing=CALM, max_bytes=1 << 20, lanes=lanes_of("gloo"))
+    words = "sent down.scales float16 .3, 12, 1. of layer 0, expected bfloat16 .3, 12, 1."
+    with pytest.raises(WireError, match=words):
+        fetch(seat_of(server, 0), facts, {0: IDS}, {0: {"down.scales": ((3, 12, 1), torch.bfloat16)}})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
