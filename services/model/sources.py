@@ -7,7 +7,7 @@ tensors. Torch-free; no tensor is read.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,6 +63,25 @@ def kind_of(name: str, entries: Mapping[str, TensorEntry], sources: Mapping[str,
     source = sources[name]
     types = {part: entries[stored.name].dtype for part, stored in source.parts.items()}
     return stored_kind(source.format, source.shape, source.parts, types)
+
+
+def promised_kinds(spec: ModelSpec) -> Callable[[str], Kind | None]:
+    """Return :func:`kind_of` for names alone, as config.json says that weights are stored, and with scales of 16 bits.
+    No file is looked at."""
+    quantisation = spec.quantisation
+    if quantisation is None:
+        return lambda _: None
+    choice, shapes = Choice(quantisation), linear_shapes(spec)
+
+    def promised(name: str) -> Kind | None:
+        module, shape = name.removesuffix(_WEIGHT), shapes[name]
+        said, scheme = choice.of(aliases(module, spec.family), free=False)
+        if said != "quantised" or scheme.problem(shape):
+            return None
+        parts = {part: stored for part, stored in scheme.layouts(module, shape)[0].items() if not stored.optional}
+        return stored_kind(scheme, shape, parts, {"scales": "BF16"})
+
+    return promised
 
 
 def unread(entries: Mapping[str, TensorEntry], sources: Mapping[str, Source]) -> set[str]:
