@@ -9,6 +9,7 @@ from moe_kernels.activations.op import Activation
 from moe_kernels.arguments import ArgumentError
 from moe_kernels.combine.op import combine
 from moe_kernels.experts.op import WeightsOn, fused_moe, grouped_mlp
+from moe_kernels.experts.ordered import fold_order
 from moe_kernels.plan.op import plan
 from moe_kernels.plan.types import FirstCome, Plan
 from moe_kernels.quant.op import QuantisationError, dequantize_experts, quantisation_error, quantize_experts
@@ -37,6 +38,7 @@ __all__ = [
     "WeightsOn",
     "combine",
     "dequantize_experts",
+    "fold_order",
     "from_codes",
     "fused_moe",
     "grouped_mlp",

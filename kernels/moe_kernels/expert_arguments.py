@@ -35,6 +35,8 @@ def check_experts(
     rows_in, name = (2 * width, "w_in [E, 2F, D]") if gated(activation) else (width, "w_in [E, F, D]")
     _check_weight(w_down, (experts, hidden, width), x_ND, "w_down [E, D, F]")
     _check_weight(w_in, (experts, rows_in, hidden), x_ND, name)
+    ordered = isinstance(w_down, QuantisedWeight) and w_down.order is not None
+    require(not ordered, f"w_down must have its columns in h's order, found {describe(w_down)}: call fold_order before")
     check_optional(bias_in, (experts, rows_in), x_ND.dtype, x_ND, "bias_in")
     check_optional(bias_down, (experts, hidden), x_ND.dtype, x_ND, "bias_down")
 

@@ -13,7 +13,15 @@ import torch
 from testkit.models.quantised import KINDS, random_weight
 from torch import Tensor
 
-from moe_kernels import ArgumentError, QuantisedWeight, dequantize_experts, from_codes, quantize_experts, scales_as
+from moe_kernels import (
+    ArgumentError,
+    QuantisedWeight,
+    backend,
+    dequantize_experts,
+    from_codes,
+    quantize_experts,
+    scales_as,
+)
 from moe_kernels import stack_rows as stacked
 from moe_kernels.quant.packing import pack, unpack
 from moe_kernels.reference import weight_value
@@ -29,6 +37,17 @@ def test_values_are_those_of_the_definition(kind: str, columns: int) -> None:
     for expert, row in ((0, 4), (1, 0)):
         expected = torch.tensor([weight_value(q, expert, row, column) for column in range(columns)])
         torch.testing.assert_close(w_EOI[expert, row].float(), expected, rtol=2**-22, atol=0)
+
+
+@kinds
+@pytest.mark.parametrize("path", ["triton"])
+@pytest.mark.usefixtures("path")
+def test_the_kernel_is_its_twin(kind: str) -> None:
+    q = random_weight(kind, 2, 20, 336)
+    q.zeros is None or q.zeros[0, 0].fill_(16)
+    with backend.forced("torch"):
+        expected_EOI = dequantize_experts(q, torch.float16)
+    assert torch.equal(dequantize_experts(q, torch.float16), expected_EOI)
 
 
 def test_every_small_float_is_torchs() -> None:

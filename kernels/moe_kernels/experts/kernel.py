@@ -17,16 +17,18 @@ from moe_kernels import tiles as table
 from moe_kernels.activations.op import Activation
 from moe_kernels.backend import packed
 from moe_kernels.combine.kernel import launch as combine
-from moe_kernels.experts.reference import as_tensor
 from moe_kernels.gemv.kernel import gemv_moe
 from moe_kernels.grouped_gemm import launch as gemm
 from moe_kernels.grouped_gemm.swapped import launch as swapped
 from moe_kernels.plan.op import plan as make_plan
 from moe_kernels.plan.types import Plan
+from moe_kernels.quant.op import dequantize_experts
 from moe_kernels.quant.weight import QuantisedWeight, Weight
 from moe_kernels.small.kernel import MAX_PAIRS, small_moe
 
 _IDS_BLOCK = 128
+UNPACKED_BYTES = 256 * 2**20
+"""What a large product may keep of quantised weights as numbers: an expert of Mixtral's first matrix has 224 MiB."""
 ALIGNMENT = 16
 """Bytes."""
 
@@ -47,7 +49,6 @@ def fused_moe(
 ) -> Tensor:
     """:func:`moe_kernels.fused_moe`, its arguments checked; at least one row."""
     x_TD = aligned_rows(x_TD)
-    w_in, w_down = (w if isinstance(w, Tensor) or w.plain else as_tensor(w, x_TD.dtype) for w in (w_in, w_down))
     ids_TK, weights_TK = ids_TK.contiguous(), weights_TK.contiguous()
     bias_in, bias_down, keep_T, local_E = (packed(tensor) for tensor in (bias_in, bias_down, keep_T, local_E))
     rows, slots = ids_TK.shape
@@ -109,14 +110,32 @@ def _large(
             x_in, w_in, plan, "token", activation, bias_in, scale_S, tiles_in, out_arranged=h_arranged
         )
     else:
-        w = as_tensor(w_in, x_TD.dtype)
-        h_SF = gemm.launch(x_TD, w, plan, "token", False, activation, bias_in, scale_S, False, tiles_in, clear=False)
+        h_SF = _unpacked(x_TD, w_in, plan, "token", activation, bias_in, scale_S, tiles_in)
     if tiles_down["SWAP"]:
         out_SD = swapped.launch(h_SF, w_down, plan, None, "identity", bias_down, None, tiles_down)
     else:
-        w = as_tensor(w_down, x_TD.dtype)
-        out_SD = gemm.launch(h_SF, w, plan, None, False, "identity", bias_down, None, False, tiles_down, clear=False)
+        out_SD = _unpacked(h_SF, w_down, plan, None, "identity", bias_down, None, tiles_down)
     return combine(out_SD, plan.place_S.view(rows, slots), None if weigh_input else weights_TK)
+
+
+def _unpacked(
+    x: Tensor, weight: Weight, plan: Plan, gather: str | None, activation: Activation, bias: Tensor | None,
+    row_scale_S: Tensor | None, tiles: Mapping[str, int],
+) -> Tensor:
+    """A product with a matrix of numbers. Quantised ones are turned into numbers before it, a few experts at a time:
+    those that fit :data:`UNPACKED_BYTES`, one at least, with a launch for each few.
+    """
+    arguments = (gather, False, activation, bias, row_scale_S, False, tiles)
+    if isinstance(weight, Tensor):
+        return gemm.launch(x, weight, plan, *arguments, clear=False)
+    experts, rows, columns = weight.shape
+    step = max(1, UNPACKED_BYTES // (rows * columns * x.element_size()))
+    out: Tensor | None = None
+    for first in range(0, experts, step):
+        some = dequantize_experts(weight.experts(first, min(first + step, experts)), x.dtype)
+        out = gemm.launch(x, some, plan, *arguments, clear=False, first_expert=first, out=out)
+    assert out is not None
+    return out
 
 
 def grouped_mlp(

@@ -17,8 +17,9 @@ from moe_kernels.activations.op import Activation
 from moe_kernels.arguments import check_no_gradient
 from moe_kernels.expert_arguments import check_choice, check_counts, check_experts
 from moe_kernels.experts import reference as experts_torch
+from moe_kernels.experts.ordered import by_pair
 from moe_kernels.plan.types import Plan
-from moe_kernels.quant.weight import Weight
+from moe_kernels.quant.weight import QuantisedWeight, Weight
 
 WeightsOn = Literal["output", "input"]
 _INSTEAD = "call it under torch.no_grad() or inference_mode(), or train with SparseMLP or parallel_linear"
@@ -49,8 +50,8 @@ def fused_moe(
     Args:
         x_TD: float32, bfloat16 or float16.
         w_in: ``[E, 2F, D]``, gate rows and then up rows, if the activation is gated; else ``[E, F, D]``. In x's dtype
-            or a :class:`~moe_kernels.quant.weight.QuantisedWeight`.
-        w_down: ``[E, D, F]``, likewise. Both contiguous.
+            or a :class:`~moe_kernels.quant.weight.QuantisedWeight` of any format.
+        w_down: ``[E, D, F]``, likewise, but without an order of columns. Both contiguous.
         ids_TK: int32 or int64. An id outside 0..E-1 is an expert elsewhere: its slot contributes nothing.
         weights_TK: float32.
         activation: see :data:`~moe_kernels.activations.op.Activation`.
@@ -85,6 +86,14 @@ def fused_moe(
     else:
         run = experts_torch.fused_moe
     with backend.device_of(x_TD):
+        if isinstance(w_in, QuantisedWeight) and w_in.order is not None:
+            return by_pair(
+                lambda x_SD, w, ids_S1, weights_S1: run(
+                    x_SD, w, w_down, ids_S1, weights_S1, activation, bias_in, bias_down, weights_on, None, None, None
+                ),
+                x_TD, w_in, ids_TK, weights_TK, weigh_input=weights_on == "input", keep_T=keep_T, local_E=local_E,
+                plan=plan,
+            )  # fmt: skip
         return run(
             x_TD, w_in, w_down, ids_TK, weights_TK, activation, bias_in, bias_down, weights_on, keep_T, local_E, plan
         )
@@ -121,6 +130,12 @@ def grouped_mlp(
     check_counts(counts_E, w_down.shape[0], x_ND)
     biases = {"bias_in": bias_in, "bias_down": bias_down}
     check_no_gradient("grouped_mlp", _INSTEAD, x=x_ND, w_in=w_in, w_down=w_down, **biases)
+    if isinstance(w_in, QuantisedWeight) and w_in.order is not None:
+        ids_N1 = experts_torch.experts_of_rows(counts_E, x_ND.shape[0]).unsqueeze(1)
+        ones_N1 = torch.ones(ids_N1.shape, device=x_ND.device)
+        return fused_moe(
+            x_ND, w_in, w_down, ids_N1, ones_N1, activation=activation, bias_in=bias_in, bias_down=bias_down
+        )
     if backend.use_triton(x_ND) and x_ND.numel():
         from moe_kernels.experts import kernel as experts_triton
 

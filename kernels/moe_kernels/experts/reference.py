@@ -14,7 +14,6 @@ from moe_kernels.activations.op import Activation, activate
 from moe_kernels.grouped_gemm.op import grouped_product
 from moe_kernels.plan.op import local_ids
 from moe_kernels.plan.types import Plan
-from moe_kernels.quant.op import dequantize_experts
 from moe_kernels.quant.weight import QuantisedWeight, Weight
 
 
@@ -33,7 +32,6 @@ def fused_moe(
     plan: Plan | None,
 ) -> Tensor:
     """:func:`moe_kernels.fused_moe`, its arguments checked."""
-    w_in, w_down = as_tensor(w_in, x_TD.dtype), as_tensor(w_down, x_TD.dtype)
     slots, experts = ids_TK.shape[1], w_down.shape[0]
     if plan is not None:
         ends_E, order_N = plan.ends_E, plan.order_S[: int(plan.ends_E[-1])].long()
@@ -54,10 +52,6 @@ def experts_of_rows(counts_E: Tensor, rows: int) -> Tensor:
     return torch.where(ids_N < len(counts_E), ids_N, -1)
 
 
-def as_tensor(weight: Weight, dtype: torch.dtype) -> Tensor:
-    return dequantize_experts(weight, dtype) if isinstance(weight, QuantisedWeight) else weight
-
-
 def group_by_expert(ids_S: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     """The pairs that have an expert here, sorted by expert, and where each expert's run ends (int32)."""
     sorted_S, order_S = ids_S.sort(stable=True)
@@ -68,13 +62,27 @@ def group_by_expert(ids_S: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     return (order_S[absent:], ends_E - absent) if absent else (order_S, ends_E)
 
 
-def _grouped_linear(x_NI: Tensor, w_EOI: Tensor, bias_EO: Tensor | None, ends_E: Tensor) -> Tensor:
+def _grouped_linear(x_NI: Tensor, w_EOI: Weight, bias_EO: Tensor | None, ends_E: Tensor) -> Tensor:
     """Row n times the transposed weight of the expert whose run holds n, plus its bias."""
-    out_NO = grouped_product(x_NI, w_EOI, ends_E)
+    if isinstance(w_EOI, Tensor):
+        out_NO = grouped_product(x_NI, w_EOI, ends_E)
+    else:
+        out_NO = _quantised_product(x_NI, w_EOI, ends_E)
     if bias_EO is None:
         return out_NO
     rows_N = torch.arange(len(x_NI), device=x_NI.device, dtype=ends_E.dtype)
     return out_NO + bias_EO[torch.searchsorted(ends_E, rows_N, right=True)]
+
+
+def _quantised_product(x_NI: Tensor, q: QuantisedWeight, ends_E: Tensor) -> Tensor:
+    """:func:`grouped_product`; experts without rows are not looked at."""
+    out_NO = x_NI.new_empty(x_NI.shape[0], q.shape[1])
+    start = 0
+    for expert, end in enumerate(ends_E.tolist()):
+        if end > start:
+            out_NO[start:end] = q.forms.of(q, expert, x_NI.dtype).product(x_NI[start:end])
+        start = end
+    return out_NO
 
 
 def combine_pairs(out_ND: Tensor, order_N: Tensor, weights_TK: Tensor) -> Tensor:

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from moe_kernels.activations.kernel import activate
 from moe_kernels.activations.op import Activation, gated
-from moe_kernels.quant.decode_kernel import int4_offset, int4_products, int8_products
-from moe_kernels.quant.weight import QuantisedWeight
+from moe_kernels.quant.decode_kernel import code_values, int4_offset, int4_products, int8_products, scale_values
+from moe_kernels.quant.weight import QuantisedWeight, kind_flags
 
 P16, P256 = 0x41800000, 0x43800000
 """Patterns of 16.0 and 256.0 for the sums of codes. Runtime arguments on purpose: a register lets one LOP3 mask a code
@@ -54,10 +54,11 @@ def _split4(tile):
 
 @triton.jit
 def _fours(x_J, q, FIRST: tl.constexpr, depth, inside_J, MASK: tl.constexpr, BITS: tl.constexpr, J: tl.constexpr,
-           Q: tl.constexpr):
+           Q: tl.constexpr, COLUMNS: tl.constexpr = False):
     """Four neighbouring columns of x for each chunk, from the chunk's FIRST-th on, as four float32 tiles [1, J, Q].
 
     BITS 4: a run of 128 columns is 4 chunks of 16 low nibbles (the run's columns 0..63) and 16 high ones (64..127).
+    depth: chunks of x, or its columns if COLUMNS.
     """
     i = tl.arange(0, 4 * Q)
     chunk = q + i // 4
@@ -65,7 +66,7 @@ def _fours(x_J, q, FIRST: tl.constexpr, depth, inside_J, MASK: tl.constexpr, BIT
         column = chunk // 4 * 128 + chunk % 4 * 16 + FIRST + i % 4
     else:
         column = chunk * 16 + FIRST + i % 4
-    within = (chunk < depth)[None, None, :]
+    within = (column < depth if COLUMNS else chunk < depth)[None, None, :]
     tile = _load(x_J[None, :, None] + column[None, None, :], inside_J[None, :, None], within, MASK)
     a, b, c, d = _split4(tl.reshape(tile, [1, J, Q, 4]))
     return a.to(tl.float32), b.to(tl.float32), c.to(tl.float32), d.to(tl.float32)
@@ -152,12 +153,52 @@ def _sums(w_NJ, scale_NJ, x_J, inside_NJ, inside_J, depth, p16, p256, MASK: tl.c
     return tl.sum(acc, 2)
 
 
+@triton.jit
+def _mixed_sums(w_NJ, scales, zeros, block_NJ, x_J, inside_NJ, inside_J, depth, columns, BITS: tl.constexpr,
+                CODES: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr, WAIT: tl.constexpr,
+                STAGES: tl.constexpr, N: tl.constexpr, J: tl.constexpr, Q: tl.constexpr, XJ: tl.constexpr):
+    """:func:`_sums` of any kind of codes, with all scales: value by value, where ``_sums`` has its shortcuts.
+
+    ``block_NJ``: where the scales of a row begin. ``depth``: chunks of a row, of which the last may be partly padding;
+    ``columns``: of x. The 16 columns of a chunk, or of either half of one in 4 bits, share a scale.
+    """
+    acc = tl.zeros([N, J, Q], tl.float32)
+    if WAIT:
+        tl.extra.cuda.gdc_wait()
+    for step in tl.range(0, tl.cdiv(depth, Q), num_stages=STAGES):
+        q = step * Q
+        chunk = q + tl.arange(0, Q)
+        at = q * 4 + tl.arange(0, 4 * Q)
+        w = _load(w_NJ[:, :, None] + at[None, None, :], inside_NJ[:, :, None], (at < depth * 4)[None, None, :], 2)
+        words = _split4(tl.reshape(w, [N, J, Q, 4]))
+        for half in tl.static_range(2 if BITS == 4 else 1):
+            first = chunk // 4 * 128 + chunk % 4 * 16 + 64 * half if BITS == 4 else chunk * 16
+            block = block_NJ[:, :, None] + (first // GROUP if GROUP > 0 else first * 0)[None, None, :]
+            real = (first < columns)[None, None, :]
+            part = tl.zeros([N, J, Q], tl.float32)
+            total = tl.zeros([1, XJ, Q], tl.float32)
+            for k in tl.static_range(4):
+                fours = _fours(x_J, q, 4 * k + 64 * half, columns, inside_J, 2, BITS, XJ, Q, True)
+                for byte in tl.static_range(4):
+                    code = (words[k] >> (8 * byte + 4 * half)) & (15 if BITS == 4 else 255)
+                    part += code_values(code, 0.0, CODES) * fours[byte]
+                    total += fours[byte]
+            if CODES == "int":
+                zero = 8.0 if BITS == 4 else 128.0
+                if HAS_ZEROS:
+                    zero = _load(zeros + block, inside_NJ[:, :, None], real, 2).to(tl.float32)
+                part -= zero * total
+            acc += part * scale_values(_load(scales + block, inside_NJ[:, :, None], real, 2), CODES)
+    return tl.sum(acc, 2)
+
+
 @triton.jit(do_not_specialize=["experts", "p16", "p256"])
 def gemv_in_kernel(
-    x, w, scales, bias, ids, weights, h, experts, width, depth, stride_x, stride_e, stride_o, scale_e, scale_o,
-    stride_bias, p16, p256,
+    x, w, scales, zeros, bias, ids, weights, h, experts, width, depth, columns, stride_x, stride_e, stride_o, scale_e,
+    scale_o, stride_bias, p16, p256,
     SLOTS: tl.constexpr, ACT: tl.constexpr, PARTS: tl.constexpr, HAS_BIAS: tl.constexpr, WEIGH: tl.constexpr,
-    BITS: tl.constexpr, GROUP_CHUNKS: tl.constexpr, SCALE_STEP: tl.constexpr, MASK: tl.constexpr, STAGES: tl.constexpr,
+    BITS: tl.constexpr, CODES: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr, HAS_ZEROS: tl.constexpr,
+    MIXED: tl.constexpr, GROUP_CHUNKS: tl.constexpr, SCALE_STEP: tl.constexpr, MASK: tl.constexpr, STAGES: tl.constexpr,
     PDL: tl.constexpr, N: tl.constexpr, Q: tl.constexpr, V: tl.constexpr,
 ):
     """h[p] = ACT(gate, up) with (gate, up) = weight[p] (WEIGH, else 1) x W_in[ids[p]] x[p // SLOTS] + bias.
@@ -178,12 +219,16 @@ def gemv_in_kernel(
         inside_NJ = (n < width)[:, None] & (part < PARTS)[None, :]
         x_J = (pair // SLOTS).to(tl.int64) * stride_x + tl.zeros([1], tl.int64)
         scale_NJ = scales + (expert * scale_e + row_NJ.to(tl.int64) * scale_o) * SCALE_STEP
-        sum_NJ = _sums(
-            w + expert * stride_e + row_NJ.to(tl.int64) * stride_o, scale_NJ,
-            x + x_J, inside_NJ, tl.full([1], 1, tl.int1), depth, p16, p256, MASK, BITS, GROUP_CHUNKS, False, STAGES, N,
-            PARTS, Q, V, 1,
-        )
-        if BITS < 16 and GROUP_CHUNKS == 0:
+        w_NJ = w + expert * stride_e + row_NJ.to(tl.int64) * stride_o
+        inside_J = tl.full([1], 1, tl.int1)
+        if MIXED:
+            block_NJ = expert * scale_e + (row_NJ // SCALE_ROWS).to(tl.int64) * scale_o
+            sum_NJ = _mixed_sums(w_NJ, scales, zeros, block_NJ, x + x_J, inside_NJ, inside_J, depth, columns, BITS,
+                                 CODES, GROUP, HAS_ZEROS, False, STAGES, N, PARTS, Q, 1)
+        else:
+            sum_NJ = _sums(w_NJ, scale_NJ, x + x_J, inside_NJ, inside_J, depth, p16, p256, MASK, BITS, GROUP_CHUNKS,
+                           False, STAGES, N, PARTS, Q, V, 1)
+        if BITS < 16 and GROUP_CHUNKS == 0 and not MIXED:
             sum_NJ *= tl.load(scale_NJ, mask=inside_NJ, other=0.0).to(tl.float32)
         if WEIGH:
             sum_NJ *= tl.load(weights + pair).to(tl.float32)
@@ -197,9 +242,10 @@ def gemv_in_kernel(
 
 @triton.jit(do_not_specialize=["experts", "p16", "p256"])
 def gemv_down_kernel(
-    h, w, scales, bias, ids, weights, y, experts, hidden, depth, stride_h, stride_e, stride_o, scale_e, scale_o,
-    stride_bias, p16, p256,
+    h, w, scales, zeros, bias, ids, weights, y, experts, hidden, depth, columns, stride_h, stride_e, stride_o, scale_e,
+    scale_o, stride_bias, p16, p256,
     SLOTS: tl.constexpr, J: tl.constexpr, HAS_BIAS: tl.constexpr, WEIGH: tl.constexpr, BITS: tl.constexpr,
+    CODES: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr, HAS_ZEROS: tl.constexpr, MIXED: tl.constexpr,
     GROUP_CHUNKS: tl.constexpr, SCALE_STEP: tl.constexpr, MASK: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
     N: tl.constexpr, Q: tl.constexpr, V: tl.constexpr,
 ):
@@ -219,11 +265,15 @@ def gemv_down_kernel(
     inside_NJ = here_J[None, :] & (n < hidden)[:, None]
     h_J = (row * SLOTS + slot).to(tl.int64) * stride_h
     scale_NJ = scales + (expert_J[None, :] * scale_e + n.to(tl.int64)[:, None] * scale_o) * SCALE_STEP
-    sum_NJ = _sums(
-        w + expert_J[None, :] * stride_e + n.to(tl.int64)[:, None] * stride_o, scale_NJ,
-        h + h_J, inside_NJ, here_J, depth, p16, p256, MASK, BITS, GROUP_CHUNKS, PDL, STAGES, N, J, Q, V, J,
-    )
-    if BITS < 16 and GROUP_CHUNKS == 0:
+    w_NJ = w + expert_J[None, :] * stride_e + n.to(tl.int64)[:, None] * stride_o
+    if MIXED:
+        block_NJ = expert_J[None, :] * scale_e + (n // SCALE_ROWS).to(tl.int64)[:, None] * scale_o
+        sum_NJ = _mixed_sums(w_NJ, scales, zeros, block_NJ, h + h_J, inside_NJ, here_J, depth, columns, BITS, CODES,
+                             GROUP, HAS_ZEROS, PDL, STAGES, N, J, Q, J)
+    else:
+        sum_NJ = _sums(w_NJ, scale_NJ, h + h_J, inside_NJ, here_J, depth, p16, p256, MASK, BITS, GROUP_CHUNKS, PDL,
+                       STAGES, N, J, Q, V, J)
+    if BITS < 16 and GROUP_CHUNKS == 0 and not MIXED:
         sum_NJ *= tl.load(scale_NJ, mask=inside_NJ, other=0.0).to(tl.float32)
     if HAS_BIAS:
         at = bias + expert_J[None, :] * stride_bias + n[:, None]
@@ -280,7 +330,7 @@ def launch_in(
     h_SF = x_TD.new_empty(rows * slots, width)
     operands, flags = _operands(x_TD, w_in, bias, tiles, "", width)
     gemv_in_kernel[(rows * slots, triton.cdiv(width, flags["N"]))](
-        *operands[:4], ids_TK, weights_TK, h_SF, w_in.shape[0], width, *operands[4:],
+        *operands[:5], ids_TK, weights_TK, h_SF, w_in.shape[0], width, *operands[5:],
         SLOTS=slots, ACT=activation, PARTS=parts, WEIGH=weigh, **flags,
     )  # fmt: skip
     return h_SF
@@ -297,7 +347,7 @@ def launch_down(
     operands, flags = _operands(h_SF, w_down, bias, tiles, "DOWN_", hidden)
     flags["MASK"] = max(flags["MASK"], 1)
     gemv_down_kernel[(rows, triton.cdiv(hidden, flags["N"]))](
-        *operands[:4], ids_TK, weights_TK, y_TD, w_down.shape[0], hidden, *operands[4:],
+        *operands[:5], ids_TK, weights_TK, y_TD, w_down.shape[0], hidden, *operands[5:],
         SLOTS=slots, J=triton.next_power_of_2(slots), WEIGH=weigh, launch_pdl=flags["PDL"], **flags,
     )  # fmt: skip
     return y_TD
@@ -306,7 +356,7 @@ def launch_down(
 def _operands(
     x_RI: Tensor, w: Tensor | QuantisedWeight, bias: Tensor | None, tiles: Mapping[str, int], prefix: str, columns: int
 ) -> tuple[tuple[Tensor | int, ...], dict[str, Any]]:
-    """x, weights, scales, bias, then depth, strides and patterns as both kernels take them; flags and tile sizes."""
+    """x, weights, scales, zeros, bias, then depth, columns, strides and patterns as both kernels take them; flags."""
     choice = {**tiles, **{name.removeprefix(prefix): value for name, value in tiles.items() if name.startswith(prefix)}}
     x_RI = x_RI.contiguous()
     if isinstance(w, QuantisedWeight):
@@ -315,20 +365,24 @@ def _operands(
         raw, scales, bits, group, per_thread = w, w, w.element_size() * 8, 0, 16 // w.element_size()
     in_features = w.shape[2]
     numbers = 128 // bits  # of a chunk of 16 bytes
-    chunks = triton.cdiv(in_features, numbers)
+    chunks = raw.shape[2] // 4 if bits < 16 else triton.cdiv(in_features, numbers)
+    mixed = isinstance(w, QuantisedWeight) and not w.plain
     q = min(max(choice["BLOCK_K"] // numbers, 1), triton.next_power_of_2(chunks))
     n = min(choice["BLOCK_N"], triton.next_power_of_2(columns))
     # Scales are read in pairs of groups, so the last pair of an odd row is cut off too.
     cut = in_features % (q * numbers) or q * numbers < 2 * group
     flags = {
-        "HAS_BIAS": bias is not None, "BITS": bits, "GROUP_CHUNKS": group // numbers, "STAGES": choice["num_stages"],
+        "HAS_BIAS": bias is not None, "BITS": bits, **kind_flags(w), "MIXED": mixed,
+        "GROUP_CHUNKS": 0 if mixed else group // numbers, "STAGES": choice["num_stages"],
         "MASK": 2 if cut else int(columns % n != 0), "PDL": bool(choice.get("PDL", 0)),
         "N": n, "Q": q, "V": per_thread, "num_warps": choice["num_warps"],
     }  # fmt: skip
     if choice.get("maxnreg", 0):
         flags["maxnreg"] = choice["maxnreg"]
-    step = 2 if group and scales.shape[2] % 2 == 0 else 1
+    step = 2 if group and not mixed and scales.shape[2] % 2 == 0 else 1
     flags["SCALE_STEP"] = step
     strides = (x_RI.stride(0), raw.stride(0), raw.stride(1), scales.stride(0) // step, scales.stride(1) // step)
     bias = x_RI if bias is None else bias.contiguous()
-    return (x_RI, raw, scales, bias, chunks if bits < 16 else in_features, *strides, bias.stride(0), P16, P256), flags
+    zeros = scales if isinstance(w, Tensor) or w.zeros is None else w.zeros
+    sizes = (chunks if bits < 16 else in_features, in_features)
+    return (x_RI, raw, scales, zeros, bias, *sizes, *strides, bias.stride(0), P16, P256), flags

@@ -71,7 +71,7 @@ def _weight_tile(w, expert, row, column, stride_e, stride_o, O, I,
 @triton.jit
 def _grouped_gemm_tile(
     pid, row_tiles, x, w, out, order_S, ends_E, tile_expert_M, tile_row_M, bias, row_scale,
-    stride_x, stride_e, stride_o, stride_out, stride_bias, O, I, WIDTH, COLUMN_TILES,
+    stride_x, stride_e, stride_o, stride_out, stride_bias, O, I, WIDTH, COLUMN_TILES, first_expert,
     SLOTS: tl.constexpr, GATHER: tl.constexpr, SCATTER: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_SCALE: tl.constexpr, TRANSPOSE: tl.constexpr, X_TMA: tl.constexpr, W_TMA: tl.constexpr,
     EVEN: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
@@ -79,6 +79,7 @@ def _grouped_gemm_tile(
 ):
     row_tile, column_tile = tile_of(pid, row_tiles, COLUMN_TILES, GROUP_M)
     expert = tl.load(tile_expert_M + row_tile)
+    matrix = expert - first_expert
     first = tl.load(tile_row_M + row_tile)
     end = tl.load(ends_E + expert)
     column = column_tile * BLOCK_N
@@ -103,17 +104,17 @@ def _grouped_gemm_tile(
         else:
             a = tl.load(x_at + k, mask=(k + tl.arange(0, BLOCK_K))[None, :] < depth, other=0.0)
         if JOINED:
-            b = w.load([expert, 0, column, k]).reshape(2 * BLOCK_N, BLOCK_K).T
+            b = w.load([matrix, 0, column, k]).reshape(2 * BLOCK_N, BLOCK_K).T
         elif TRANSPOSE:
-            b = _weight_tile(w, expert, k, column, stride_e, stride_o, O, I, BLOCK_N, BLOCK_K, TRANSPOSE, W_TMA, EVEN)
+            b = _weight_tile(w, matrix, k, column, stride_e, stride_o, O, I, BLOCK_N, BLOCK_K, TRANSPOSE, W_TMA, EVEN)
         else:
-            b = _weight_tile(w, expert, column, k, stride_e, stride_o, O, I, BLOCK_N, BLOCK_K, TRANSPOSE, W_TMA, EVEN)
+            b = _weight_tile(w, matrix, column, k, stride_e, stride_o, O, I, BLOCK_N, BLOCK_K, TRANSPOSE, W_TMA, EVEN)
         if UPCAST:
             a = a.to(tl.float32)
             b = b.to(tl.float32)
         acc = tl.dot(a, b, acc, input_precision=PRECISION)
         if GATED and not JOINED:
-            c = _weight_tile(w, expert, WIDTH + column, k, stride_e, stride_o, O, I, BLOCK_N, BLOCK_K, TRANSPOSE,
+            c = _weight_tile(w, matrix, WIDTH + column, k, stride_e, stride_o, O, I, BLOCK_N, BLOCK_K, TRANSPOSE,
                              W_TMA, EVEN)
             if UPCAST:
                 c = c.to(tl.float32)
@@ -142,16 +143,17 @@ def _grouped_gemm_tile(
 @triton.jit
 def grouped_gemm_kernel(
     x, w, out, order_S, ends_E, tile_expert_M, tile_row_M, tile_count_1, bias, row_scale,
-    stride_x, stride_e, stride_o, stride_out, stride_bias, O, I, WIDTH, COLUMN_TILES,
+    stride_x, stride_e, stride_o, stride_out, stride_bias, O, I, WIDTH, COLUMN_TILES, first_expert, held,
     SLOTS: tl.constexpr, GATHER: tl.constexpr, SCATTER: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_SCALE: tl.constexpr, TRANSPOSE: tl.constexpr, X_TMA: tl.constexpr, W_TMA: tl.constexpr,
-    EVEN: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+    PART: tl.constexpr, EVEN: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr, PROGRAMS: tl.constexpr, PDL: tl.constexpr, GROUP_M: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):
     """out[p] = ACT(scale[p] x[row(p)] w[e]^T + bias[e]) for each grouped row p of expert e.
 
-    PROGRAMS 0: one tile per program. Else that many programs walk all tiles (persistent).
+    PROGRAMS 0: one tile per program. Else that many programs walk all tiles (persistent). PART: w holds ``held``
+    experts from ``first_expert`` on; tiles of others are left out.
     GATED: w has WIDTH gate rows and then WIDTH up rows, out WIDTH columns.
 
     Example: 2 experts, ends ``[1, 3]``, order ``[2, 0, 1]``, K = 1, GATHER "token": grouped row 0 is x[2] times
@@ -163,10 +165,15 @@ def grouped_gemm_kernel(
     row_tiles = tl.load(tile_count_1)
     if PROGRAMS == 0:
         pid = tl.program_id(0)
-        if pid < row_tiles * COLUMN_TILES:
+        mine = pid < row_tiles * COLUMN_TILES
+        if PART:
+            row_tile, _ = tile_of(pid, row_tiles, COLUMN_TILES, GROUP_M)
+            expert = tl.load(tile_expert_M + row_tile, mask=mine, other=-1)
+            mine = mine & (expert >= first_expert) & (expert < first_expert + held)
+        if mine:
             _grouped_gemm_tile(
                 pid, row_tiles, x, w, out, order_S, ends_E, tile_expert_M, tile_row_M, bias, row_scale,
-                stride_x, stride_e, stride_o, stride_out, stride_bias, O, I, WIDTH, COLUMN_TILES,
+                stride_x, stride_e, stride_o, stride_out, stride_bias, O, I, WIDTH, COLUMN_TILES, first_expert,
                 SLOTS, GATHER, SCATTER, ACT, GATED, HAS_BIAS, HAS_SCALE, TRANSPOSE, X_TMA, W_TMA, EVEN, UPCAST,
                 PRECISION, STAGES, GROUP_M, BLOCK_M, BLOCK_N, BLOCK_K,
             )
@@ -174,7 +181,7 @@ def grouped_gemm_kernel(
         for pid in tl.range(tl.program_id(0), row_tiles * COLUMN_TILES, PROGRAMS, flatten=True):
             _grouped_gemm_tile(
                 pid, row_tiles, x, w, out, order_S, ends_E, tile_expert_M, tile_row_M, bias, row_scale,
-                stride_x, stride_e, stride_o, stride_out, stride_bias, O, I, WIDTH, COLUMN_TILES,
+                stride_x, stride_e, stride_o, stride_out, stride_bias, O, I, WIDTH, COLUMN_TILES, first_expert,
                 SLOTS, GATHER, SCATTER, ACT, GATED, HAS_BIAS, HAS_SCALE, TRANSPOSE, X_TMA, W_TMA, EVEN, UPCAST,
                 PRECISION, STAGES, GROUP_M, BLOCK_M, BLOCK_N, BLOCK_K,
             )

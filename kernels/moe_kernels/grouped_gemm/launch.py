@@ -37,11 +37,15 @@ def launch(
     transpose_w: bool,
     tiles: Mapping[str, int] | None = None,
     clear: bool = True,
+    first_expert: int = 0,
+    out: Tensor | None = None,
 ) -> Tensor:
     """:func:`moe_kernels.grouped_gemm.op.grouped_gemm` by kernel.
 
     Args:
         clear: write zeros to the rows that no expert takes; callers that never read those save the launch.
+        first_expert: of the plan's experts, the one whose matrix ``w_EOI`` begins with. Rows of experts that it does
+            not hold are left as they are in ``out``.
     """
     assert bias_EO is None or bias_EO.is_contiguous()
     assert row_scale_S is None or row_scale_S.is_contiguous()
@@ -57,7 +61,8 @@ def launch(
         row_bytes=x_NI.element_size(), limit=shared_memory(x_NI.device),
     )  # fmt: skip
     block_m, block_n, block_k = plan.block_rows, choice["BLOCK_N"], choice["BLOCK_K"]
-    out_SW = x_NI.new_empty(pairs, width)
+    out_SW = x_NI.new_empty(pairs, width) if out is None else out
+    part = experts < plan.ends_E.numel()
     x_tma = gather is None and _tma_takes(x_NI)
     w_tma = _tma_takes(w_EOI) and w_EOI.is_contiguous()
     x_argument, w_argument = x_NI, w_EOI
@@ -67,16 +72,16 @@ def launch(
         w_argument = _weight_descriptor(w_EOI, is_gated, transpose_w, block_n, block_k)
     column_tiles = triton.cdiv(width, block_n)
     pdl = overlaps(x_NI.device)
-    programs = choice["PERSIST"] * _multiprocessors(x_NI.device)
+    programs = 0 if part else choice["PERSIST"] * _multiprocessors(x_NI.device)
     grid = programs or plan.tile_expert_M.numel() * column_tiles
     grouped_gemm_kernel[(grid,)](
         x_argument, w_argument, out_SW, plan.order_S, plan.ends_E, plan.tile_expert_M, plan.tile_row_M,
         plan.tile_count_1, bias_EO, row_scale_S,
         x_NI.stride(0), w_EOI.stride(0), w_EOI.stride(1), out_SW.stride(0), 0 if bias_EO is None else bias_EO.stride(0),
-        stored_rows, stored_columns, width, column_tiles,
+        stored_rows, stored_columns, width, column_tiles, first_expert, experts,
         SLOTS=plan.slots, GATHER=gather or "grouped", SCATTER=scatter, ACT=activation, GATED=is_gated,
         HAS_BIAS=bias_EO is not None, HAS_SCALE=row_scale_S is not None, TRANSPOSE=transpose_w,
-        X_TMA=x_tma, W_TMA=w_tma,
+        X_TMA=x_tma, W_TMA=w_tma, PART=part,
         # TMA fills what lies past the ends of x with zeros; pointer loads need masks there.
         EVEN=depth % block_k == 0 and (w_tma or width % block_n == 0),
         UPCAST=backend.upcast(x_NI.dtype), PRECISION="ieee" if x_NI.dtype == torch.float32 else "tf32",

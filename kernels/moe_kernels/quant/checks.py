@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Final, Literal, get_args
 
 import torch
@@ -37,12 +36,12 @@ _BITS: Final[dict[str, tuple[int, ...]]] = {"int": (4, 8), "e4m3": (8,), "e2m1":
 
 def groups_of(in_features: int, group: int) -> int:
     """Scales of a row."""
-    return math.ceil(in_features / group) if group else 1
+    return -(-in_features // group) if group else 1
 
 
 def stored_columns(in_features: int, bits: int) -> int:
     """Bytes of a row."""
-    return math.ceil(in_features / RUN) * (RUN // 2) if bits == 4 else in_features
+    return -(-in_features // RUN) * (RUN // 2) if bits == 4 else in_features
 
 
 def check_quantise(w_EOI: Tensor, bits: int, group: int) -> None:
@@ -75,7 +74,9 @@ def check_quantised(
     experts, out_features, _ = packed.shape
     wide = (experts, out_features, stored_columns(in_features, bits))
     check_like(packed, wide, torch.uint8, f"packed weights of {in_features} columns in {bits} bits")
-    scaled = (experts, math.ceil(out_features / scale_rows), groups_of(in_features, group))
+    whole = out_features % scale_rows == 0
+    require(whole, f"rows must be multiples of scale_rows={scale_rows}, found {out_features}: repeat scales instead")
+    scaled = (experts, out_features // scale_rows, groups_of(in_features, group))
     types = SCALE_TYPES[codes]
     named = "scales [E, O, G]" if scale_rows == 1 else "scales [E, O / scale_rows, G]"
     check_like(scales, scaled, scales.dtype if scales.dtype in types else types[0], named)

@@ -76,6 +76,36 @@ def int8_values(packed, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def code_values(code, zero, CODES: tl.constexpr):
+    """Codes of any kind of :class:`QuantisedWeight` to the numbers they mean, float32, without their scale.
+
+    zero: what is subtracted from integers. Small floats are moved into the fields of a float16, whose exponent has
+    another bias: a product with a power of two makes up for it, and subnormal numbers come out right by themselves.
+
+    Example: e4m3 0x38 is 1.0: 0x1C00 as a float16 is 2^-8, times 256. e2m1 3 is 1.5: 0x0600 is 1.5 x 2^-14.
+    """
+    if CODES == "int":
+        return _float32(code, 0) - zero
+    elif CODES == "e4m3":
+        wide = code.to(tl.uint16)
+        return (((wide & 0x7F) << 7) | ((wide & 0x80) << 8)).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+    else:
+        tl.static_assert(CODES == "e2m1", "unknown codes")
+        wide = code.to(tl.uint16)
+        return (((wide & 7) << 9) | ((wide & 8) << 12)).to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
+
+
+@triton.jit
+def scale_values(stored, CODES: tl.constexpr):
+    """Scales as they are stored to float32. E8M0's byte s is 2^(s - 127): the exponent of a float, but for s = 0."""
+    if CODES == "e2m1":
+        wide = stored.to(tl.uint32)
+        return tl.where(wide == 0, 0x400000, wide << 23).to(tl.float32, bitcast=True)
+    else:
+        return stored.to(tl.float32)
+
+
+@triton.jit
 def _field(word, pattern, SHIFT: tl.constexpr, MASK: tl.constexpr):
     """Bits of a word moved to MASK, inside the mantissa of ``pattern``. A negative SHIFT is one to the right."""
     moved = word << SHIFT if SHIFT >= 0 else word >> -SHIFT

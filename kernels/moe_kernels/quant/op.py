@@ -108,7 +108,7 @@ def dequantize_experts(q: QuantisedWeight, dtype: torch.dtype = torch.float32) -
     require_kind(isinstance(q, QuantisedWeight), "q must be a QuantisedWeight", q)
     floats = (*FLOATS, torch.float64)
     require(dtype in floats, f"dtype must be one of {floats} for weights of shape {q.shape}, found {dtype}")
-    if backend.use_triton(q.packed) and dtype in FLOATS and q.plain:
+    if backend.use_triton(q.packed) and dtype in FLOATS:
         from moe_kernels.quant import kernel as dequantize_triton
 
         with backend.device_of(q.packed):

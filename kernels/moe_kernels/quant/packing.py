@@ -5,6 +5,8 @@ Legend: E experts, O output features, I input features, G groups of a row, B byt
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -51,8 +53,8 @@ def from_codes(
 
     Args:
         codes_EOI: uint8, one code a byte.
-        scales: as :class:`QuantisedWeight` has them, and ``zeros`` likewise; any group may be of any columns if
-            ``group_of`` says of which.
+        scales: as :class:`QuantisedWeight` has them, and ``zeros`` likewise, but the last block of rows may be smaller:
+            then scales are repeated for smaller blocks.
         group_of: integers ``[E, I]``, the group of each column (GPTQ's ``g_idx``). Columns are sorted by it, once; a
             weight whose columns are in order already gets no ``order``.
 
@@ -70,6 +72,10 @@ def from_codes(
     order = None if group_of is None else _sorted_columns(group_of, codes_EOI, group)
     if order is not None:
         codes_EOI = codes_EOI.gather(2, order.long().unsqueeze(1).expand_as(codes_EOI))
+    finer = math.gcd(scale_rows, codes_EOI.shape[1])
+    if finer != scale_rows:
+        scales = scales.repeat_interleave(scale_rows // finer, 1)[:, : codes_EOI.shape[1] // finer]
+        scale_rows = finer
     weight = QuantisedWeight(
         packed=pack(codes_EOI, bits).contiguous(), scales=scales.contiguous(), bits=bits, group=group,
         in_features=codes_EOI.shape[2], codes=codes, zeros=None if zeros is None else zeros.contiguous(),

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from moe_kernels.arguments import is_integer, require
+from moe_kernels.quant.cached import Forms
 from moe_kernels.quant.checks import RUN, SCALE_TYPES, Codes, check_quantised, groups_of, stored_columns
 
 PARTS: Final = ("packed", "scales", "zeros", "order")
@@ -35,8 +36,8 @@ class QuantisedWeight:
     "e2m1": the number whose FP4 pattern it is, 0 0.5 1 1.5 2 3 4 6 and their negatives; ``scales`` uint8, E8M0: byte s
     is 2^(s - 127). That is MXFP4 with groups of 32.
 
-    ``group``: columns that share a scale, 0: all. The last group and the last row block may be smaller; ``scales`` is
-    ``[E, ceil(O / scale_rows), ceil(I / group) or 1]``. ``in_features``: I. ``order`` int32 ``[E, I]``: column i meets
+    ``group``: columns that share a scale, 0: all; the last group may be smaller. ``scale_rows`` divides O; ``scales``
+    is ``[E, O / scale_rows, ceil(I / group) or 1]``. ``in_features``: I. ``order`` int32 ``[E, I]``: column i meets
     x's column order[e, i] (GPTQ's act-order, sorted so that a group's columns are neighbours); None: i.
     ``torch.save`` and ``torch.load`` take it, also inside of other things.
 
@@ -56,6 +57,7 @@ class QuantisedWeight:
     zeros: Tensor | None = None
     scale_rows: int = 1
     order: Tensor | None = None
+    forms: Forms = field(default_factory=Forms, init=False, repr=False)
 
     def __post_init__(self) -> None:
         check_quantised(
@@ -79,7 +81,7 @@ class QuantisedWeight:
     ) -> QuantisedWeight:
         """Parts for ``[E, O, I]``, nothing in them yet: what a loader fills expert by expert."""
         experts, out_features, in_features = shape
-        scales = (experts, math.ceil(out_features / scale_rows), groups_of(in_features, group))
+        scales = (experts, out_features // scale_rows, groups_of(in_features, group))
         packed = (experts, out_features, stored_columns(in_features, bits))
         return cls(
             packed=torch.empty(packed, dtype=torch.uint8, device=device),
@@ -163,7 +165,7 @@ class QuantisedWeight:
         """
         rule = f": {self.scale_rows} rows share a scale"
         _check_range("rows", begin, end, self.shape[1], self.scale_rows, self.shape, rule)
-        blocks = slice(begin // self.scale_rows, math.ceil(end / self.scale_rows))
+        blocks = slice(begin // self.scale_rows, end // self.scale_rows)
         cuts = {"packed": slice(begin, end), "scales": blocks, "zeros": blocks, "order": slice(None)}
         return self.with_tensors({name: _copy(part[:, cuts[name]]) for name, part in self.tensors().items()})
 
@@ -186,11 +188,22 @@ class QuantisedWeight:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and what is loaded from a file pass the checks again: kernels trust them."""
-        return _from_parts, tuple(getattr(self, field.name) for field in fields(self))
+        return _from_parts, tuple(getattr(self, name) for name in _FIELDS)
 
 
+_FIELDS: Final = tuple(one.name for one in fields(QuantisedWeight) if one.init)
 Weight = Tensor | QuantisedWeight
 """Experts' matrices ``[E, O, I]``, as numbers or quantised."""
+
+
+def kind_flags(weight: Weight) -> dict[str, Any]:
+    """What kernels must know about a weight's codes and scales beside its bits."""
+    if isinstance(weight, Tensor):
+        return {"CODES": "int", "GROUP": 0, "SCALE_ROWS": 1, "HAS_ZEROS": False}
+    return {
+        "CODES": weight.codes, "GROUP": weight.group, "SCALE_ROWS": weight.scale_rows,
+        "HAS_ZEROS": weight.zeros is not None,
+    }  # fmt: skip
 
 
 def stack_rows(*parts: QuantisedWeight) -> QuantisedWeight:
@@ -200,18 +213,16 @@ def stack_rows(*parts: QuantisedWeight) -> QuantisedWeight:
         ArgumentError: different formats, experts or columns, or columns in different orders.
     """
     require(len(parts) > 0, "there must be weights to stack, found none")
-    first, *others = parts
+    scale_rows = math.gcd(*(part.scale_rows for part in parts), *(part.shape[1] for part in parts))
+    first, *others = finer = [_with_scale_rows(part, scale_rows) for part in parts]
     for other in others:
         fits = (other.format, other.shape[::2]) == (first.format, first.shape[::2])
         found = f"found {other.format} of shape {other.shape} below {first.format} of shape {first.shape}"
         require(fits, f"weights must agree in format, experts and columns, {found}")
         same = first.order is None or (other.order is not None and torch.equal(first.order, other.order))
         require(same, f"weights of shapes {first.shape} and {other.shape} have their columns in different orders")
-    scale_rows = math.gcd(first.scale_rows, *(part.shape[1] for part in parts[:-1]))
-    finer = [_with_scale_rows(part, scale_rows) for part in parts]
     joined = {name: torch.cat([part.tensors()[name] for part in finer], dim=1) for name in first.tensors()}
-    joined |= {} if first.order is None else {"order": first.order}
-    return _replaced(first, joined, scale_rows=scale_rows)
+    return _replaced(first, joined | ({} if first.order is None else {"order": first.order}))
 
 
 def _with_scale_rows(weight: QuantisedWeight, scale_rows: int) -> QuantisedWeight:
@@ -239,7 +250,7 @@ def _check_range(what: str, begin: int, end: int, held: int, step: int, shape: t
 
 def _from_parts(*values: Any) -> QuantisedWeight:
     """Files of before the kinds have five values."""
-    return QuantisedWeight(**dict(zip([field.name for field in fields(QuantisedWeight)], values, strict=False)))
+    return QuantisedWeight(**dict(zip(_FIELDS, values, strict=False)))
 
 
 # What torch.load may call by default, with weights_only=True.

@@ -16,7 +16,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moe_kernels import backend
-from moe_kernels.quant.weight import QuantisedWeight
+from moe_kernels.quant.weight import QuantisedWeight, kind_flags
 
 MAX_PAIRS = 2048
 """A program holds all pairs' experts in registers: 16 per thread at most."""
@@ -34,13 +34,21 @@ TMA_ALIGNMENT = 16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Matrices:
-    """``stored``: ``[E, O, I]``, or ``[E, O, I / 2]`` at 4 bits. ``group``: columns per scale, 0: one scale a row."""
+    """``stored``: ``[E, O, I]``, or ``[E, O, about I / 2]`` at 4 bits. ``group``: columns per scale, 0: one a row.
+    ``mixed``: not of the kinds that have a way of their own through the kernels.
+    """
 
     stored: Tensor
     scales: Tensor | None
+    zeros: Tensor | None
     bits: int
-    group: int
     columns: int
+    mixed: bool
+    kind: Mapping[str, Any]
+
+    @property
+    def group(self) -> int:
+        return int(self.kind["GROUP"])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,11 +108,12 @@ def weight_arguments(w: Matrices, width: int, depth: int, x: Tensor, tiles: Mapp
     rows, columns = stored.shape[0] * stored.shape[1], stored.shape[2]
     aligned = columns * stored.element_size() % TMA_ALIGNMENT == 0 and stored.data_ptr() % TMA_ALIGNMENT == 0
     tma = bool(tiles.get("TMA")) and aligned
-    block = [block_n, WORDS_WIDE if words else (INT4_RUN if w.bits == 4 else block_k) * columns // w.columns]
+    block = [block_n, WORDS_WIDE if words else INT4_RUN // 2 if w.bits == 4 else block_k]
     return {
         "w": TensorDescriptor(stored, [rows, columns], [columns, 1], block) if tma else stored,
-        "scales": w.scales if w.scales is not None else x, "G": depth // w.group if w.group else 1,
-        "magic": 0x64006400 if x.dtype == torch.float16 else 0x43004300, "BITS": w.bits, "GROUP": w.group,
+        "scales": w.scales if w.scales is not None else x, "zeros": w.zeros if w.zeros is not None else x,
+        "G": triton.cdiv(w.columns, w.group) if w.group else 1, "MIXED": w.mixed, **w.kind,
+        "magic": 0x64006400 if x.dtype == torch.float16 else 0x43004300, "BITS": w.bits,
         "WORDS": words, "WARPS": tiles["num_warps"], "TMA": tma, "EVEN_N": width % block_n == 0,
         "EVEN_K": depth % block_k == 0, "EVICT_FIRST": bool(tiles.get("EVICT_FIRST")),
         "UPCAST": backend.upcast(x.dtype), "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
@@ -125,12 +134,13 @@ def in_words(w: Matrices, x: Tensor, tiles: Mapping[str, int]) -> bool:
     runs = w.columns % WORD_RUN == 0 and _block_k(w, tiles) % WORD_RUN == 0
     warps = tiles["num_warps"] % 4 == 0 and tiles["BLOCK_N"] % (16 * tiles["num_warps"]) == 0
     aligned = w.stored.data_ptr() % TMA_ALIGNMENT == 0
-    return w.bits < 16 and x.dtype != torch.float32 and runs and warps and aligned
+    return w.bits < 16 and not w.mixed and x.dtype != torch.float32 and runs and warps and aligned
 
 
-def launch_options(tiles: Mapping[str, int]) -> dict[str, Any]:
+def launch_options(w: Matrices, tiles: Mapping[str, int]) -> dict[str, Any]:
+    """A bound on registers was tuned for the kinds with a way of their own; others would spill."""
     options: dict[str, Any] = {"num_warps": tiles["num_warps"], "num_stages": tiles["num_stages"]}
-    if tiles.get("MAX_REGISTERS"):
+    if tiles.get("MAX_REGISTERS") and not w.mixed:
         options["maxnreg"] = tiles["MAX_REGISTERS"]
     return options | launch_pdl(bool(tiles.get("PDL")))
 
@@ -149,8 +159,11 @@ def block_c(lists: Lists) -> int:
 
 def matrices(w: Tensor | QuantisedWeight) -> Matrices:
     if isinstance(w, Tensor):
-        return Matrices(stored=w, scales=None, bits=16, group=0, columns=w.shape[2])
-    return Matrices(stored=w.packed, scales=w.scales, bits=w.bits, group=w.group, columns=w.in_features)
+        return Matrices(stored=w, scales=None, zeros=None, bits=16, columns=w.shape[2], mixed=False, kind=kind_flags(w))
+    return Matrices(
+        stored=w.packed, scales=w.scales, zeros=w.zeros, bits=w.bits, columns=w.in_features, mixed=not w.plain,
+        kind=kind_flags(w),
+    )  # fmt: skip
 
 
 def make_lists(pairs: Pairs, column_blocks: int, device: torch.device) -> Lists:

@@ -59,12 +59,13 @@ def small_combine_kernel(
 
 @triton.jit(do_not_specialize=["T", "S", "IDS", "E", "G", "magic"])
 def small_down_kernel(
-    h, w, parts, y, order_S, first_C, count_C, total_1, arrived_B, ids, local, keep, weights, scales, bias,
-    T, S, IDS, E, D, F, G, DEPTH, magic,
+    h, w, parts, y, order_S, first_C, count_C, total_1, arrived_B, ids, local, keep, weights, scales, zeros,
+    bias, T, S, IDS, E, D, F, G, DEPTH, magic,
     SLOTS: tl.constexpr, BY_PAIR: tl.constexpr, HAS_LOCAL: tl.constexpr, HAS_KEEP: tl.constexpr,
-    HAS_BIAS: tl.constexpr, WEIGHTED: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
-    WORDS: tl.constexpr, WARPS: tl.constexpr, TMA: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
-    EVICT_FIRST: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    HAS_BIAS: tl.constexpr, WEIGHTED: tl.constexpr, BITS: tl.constexpr, CODES: tl.constexpr, GROUP: tl.constexpr,
+    SCALE_ROWS: tl.constexpr, HAS_ZEROS: tl.constexpr, MIXED: tl.constexpr, WORDS: tl.constexpr, WARPS: tl.constexpr,
+    TMA: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, EVICT_FIRST: tl.constexpr, UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr,
     COMBINE_IN_LAUNCH: tl.constexpr, SPLIT_K: tl.constexpr, STAGES: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):
@@ -103,9 +104,10 @@ def small_down_kernel(
             valid = members < count
             pair_M = tl.load(order_S + first + members, mask=valid, other=0)
             part, _ = products(
-                h, pair_M, valid, F, w, scales, magic, row, 0, D - column, split * DEPTH,
-                tl.minimum(split * DEPTH + DEPTH, F), F, G, False, BITS, GROUP, WORDS, WARPS, TMA, EVEN_N, EVEN_K,
-                EVICT_FIRST, UPCAST, PRECISION, STAGES, BLOCK_N, BLOCK_M, BLOCK_K,
+                h, pair_M, valid, F, w, scales, zeros, magic, row, 0, D - column, split * DEPTH,
+                tl.minimum(split * DEPTH + DEPTH, F), F, G, False, BITS, CODES, GROUP, SCALE_ROWS, HAS_ZEROS,
+                MIXED, WORDS, WARPS, TMA, EVEN_N, EVEN_K, EVICT_FIRST, UPCAST, PRECISION, STAGES, BLOCK_N, BLOCK_M,
+                BLOCK_K,
             )
             if HAS_BIAS:
                 if split == 0:

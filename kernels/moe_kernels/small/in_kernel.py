@@ -82,11 +82,12 @@ def small_lists_kernel(
 
 @triton.jit(do_not_specialize=["S", "IDS", "E", "G", "COUNTERS", "magic"])
 def small_in_kernel(
-    x, w, h, order_S, first_C, count_C, total_1, arrived_B, ids, local, keep, weights, scales, bias,
-    stride_x, S, IDS, E, F, D, G, COUNTERS, magic,
+    x, w, h, order_S, first_C, count_C, total_1, arrived_B, ids, local, keep, weights, scales, zeros,
+    bias, stride_x, S, IDS, E, F, D, G, COUNTERS, magic,
     SLOTS: tl.constexpr, BY_PAIR: tl.constexpr, HAS_LOCAL: tl.constexpr, HAS_KEEP: tl.constexpr, ACT: tl.constexpr,
     GATED: tl.constexpr, HAS_BIAS: tl.constexpr, SCALED: tl.constexpr, H_ARRANGED: tl.constexpr, LISTED: tl.constexpr,
-    BITS: tl.constexpr, GROUP: tl.constexpr, WORDS: tl.constexpr, WARPS: tl.constexpr, TMA: tl.constexpr,
+    BITS: tl.constexpr, CODES: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr, HAS_ZEROS: tl.constexpr,
+    MIXED: tl.constexpr, WORDS: tl.constexpr, WARPS: tl.constexpr, TMA: tl.constexpr,
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, EVICT_FIRST: tl.constexpr, UPCAST: tl.constexpr,
     PRECISION: tl.constexpr, PDL: tl.constexpr, STAGES: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -143,9 +144,9 @@ def small_in_kernel(
             else:
                 pair_M = tl.load(order_S + first + members, mask=valid, other=0, cache_modifier=".cg")
             gate, up = products(
-                x, pair_M // SLOTS, valid, stride_x, w, scales, magic, row, F, F - column, 0, D, D, G, GATED, BITS,
-                GROUP, WORDS, WARPS, TMA, EVEN_N, EVEN_K, EVICT_FIRST, UPCAST, PRECISION, STAGES, BLOCK_N, BLOCK_M,
-                BLOCK_K,
+                x, pair_M // SLOTS, valid, stride_x, w, scales, zeros, magic, row, F, F - column, 0, D, D, G, GATED,
+                BITS, CODES, GROUP, SCALE_ROWS, HAS_ZEROS, MIXED, WORDS, WARPS, TMA, EVEN_N, EVEN_K, EVICT_FIRST,
+                UPCAST, PRECISION, STAGES, BLOCK_N, BLOCK_M, BLOCK_K,
             )
             if SCALED:
                 weight_M = tl.load(weights + pair_M, mask=valid, other=0.0)

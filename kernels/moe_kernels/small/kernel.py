@@ -133,7 +133,7 @@ def small_in(
         GATED=gated(activation), HAS_BIAS=bias is not None, SCALED=scaled, H_ARRANGED=h_arranged,
         LISTED=bool(tiles.get("LISTS_LAUNCH")) or in_words(w, x_TD, tiles), BLOCK_S=block_s(pairs),
         BLOCK_C=block_c(lists), **lists.arguments(), **pairs.arguments(),
-        **weight_arguments(w, width, w.columns, x_TD, tiles), **launch_options(tiles),
+        **weight_arguments(w, width, w.columns, x_TD, tiles), **launch_options(w, tiles),
     )  # fmt: skip
 
 
@@ -162,7 +162,7 @@ def small_down(
     small_down_kernel[(pairs.candidates * splits, lists.arrived_B.numel())](
         h=h_SF, bias=bias if bias is not None else h_SF, F=width, DEPTH=depth,
         BY_PAIR=pairs.by_pair, HAS_BIAS=bias is not None, COMBINE_IN_LAUNCH=not own_launch, **combine,
-        **lists.arguments(), **weight, **launch_options(tiles),
+        **lists.arguments(), **weight, **launch_options(w, tiles),
     )  # fmt: skip
     if own_launch:
         combine["BLOCK_T"] = 1

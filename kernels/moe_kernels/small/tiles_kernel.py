@@ -14,7 +14,7 @@ threads; the H200's bandwidth leaves time for about four.
 import triton
 import triton.language as tl
 
-from moe_kernels.quant.decode_kernel import int4_halves, int8_values
+from moe_kernels.quant.decode_kernel import code_values, int4_halves, int8_values, scale_values
 
 RUN = tl.constexpr(128)
 """Input columns in one run of the int4 layout: low nibbles are its first 64 columns, high nibbles the rest."""
@@ -130,6 +130,38 @@ def _numbers(tile, magic, BITS: tl.constexpr, WORDS: tl.constexpr, WARPS: tl.con
 
 
 @triton.jit
+def _spread(parts_NG, COLUMNS: tl.constexpr):
+    """[N, G] to [N, COLUMNS], each group's number at all of its columns. Example: 2 groups, 4 columns: a a b b."""
+    N: tl.constexpr = parts_NG.shape[0]
+    G: tl.constexpr = parts_NG.shape[1]
+    return tl.reshape(tl.broadcast_to(parts_NG[:, :, None], [N, G, COLUMNS // G]), [N, COLUMNS])
+
+
+@triton.jit
+def _mixed_numbers(tile, scales, zeros, row, column, scale_ok, G, BITS: tl.constexpr, CODES: tl.constexpr,
+                   GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr, HAS_ZEROS: tl.constexpr, DTYPE: tl.constexpr):
+    """A stored tile of any kind of codes to ``[N, columns]`` of DTYPE with scales: float32 until the last rounding.
+
+    Example: int4, scales 0.5 for columns 0..31 and 2 for 32..63, zero 8, codes 9 everywhere: 0.5 and 2.
+    """
+    N: tl.constexpr = tile.shape[0]
+    COLUMNS: tl.constexpr = tile.shape[1] * 8 // BITS
+    codes = tile
+    if BITS == 4:
+        codes = tl.join(tile & 15, tile >> 4).permute(0, 2, 1).reshape(N, COLUMNS)
+    GROUPS: tl.constexpr = COLUMNS // GROUP if GROUP > 0 and GROUP < COLUMNS else 1
+    rows = (row + tl.arange(0, N)) // SCALE_ROWS
+    groups = (column // GROUP if GROUP > 0 else 0) + tl.arange(0, GROUPS)
+    at = rows.to(tl.int64)[:, None] * G + groups[None, :]
+    ok = scale_ok[:, None] & (groups < G)[None, :]
+    scale = _spread(scale_values(tl.load(scales + at, mask=ok, other=0), CODES), COLUMNS)
+    zero = 8.0 if BITS == 4 else 128.0
+    if HAS_ZEROS:
+        zero = _spread(tl.load(zeros + at, mask=ok, other=0).to(tl.float32), COLUMNS)
+    return (code_values(codes, zero, CODES) * scale).to(DTYPE)
+
+
+@triton.jit
 def _weight_tile(w, row, column, rows_left, I, TMA: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
                  EVICT_FIRST: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr):
     """``[BLOCK_N, COLUMNS]`` stored elements of the matrix ``[rows, I]``; zeros past its last column."""
@@ -162,8 +194,9 @@ def _add(acc_NM, weight_NK, x_MK, scale_N, GROUPED: tl.constexpr, UPCAST: tl.con
 
 @triton.jit
 def products(
-    x, sources_M, valid_M, stride_x, w, scales, magic, row, up_rows, rows_left, k_from, k_to, I, G,
-    GATED: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, WORDS: tl.constexpr, WARPS: tl.constexpr,
+    x, sources_M, valid_M, stride_x, w, scales, zeros, magic, row, up_rows, rows_left, k_from, k_to, I, G,
+    GATED: tl.constexpr, BITS: tl.constexpr, CODES: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr,
+    HAS_ZEROS: tl.constexpr, MIXED: tl.constexpr, WORDS: tl.constexpr, WARPS: tl.constexpr,
     TMA: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, EVICT_FIRST: tl.constexpr, UPCAST: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -173,15 +206,17 @@ def products(
 
     row: first row in the matrix ``[E * O, I]``; the first ``rows_left`` rows of the block count, the rest hold
     anything. sources_M: rows of x, columns that are not valid_M come out as 0. GROUP: columns per scale, 0 if a row
-    has one. G: scales per row.
+    has one. G: scales per row. MIXED: any kind of codes and scales, without the shortcuts of integers around 8 or 128.
     Example: w ``[[1, 2], [3, 4]]``, x ``[[10, 20]]``: ``[[50], [110]]``.
     """
     DTYPE: tl.constexpr = x.dtype.element_ty
-    GROUPED: tl.constexpr = GROUP > 0 and BITS < 16
+    GROUPED: tl.constexpr = GROUP > 0 and BITS < 16 and not MIXED
     # Columns per stored element: 1, or those of a byte or a word.
     PACKED: tl.constexpr = 1 if BITS == 16 else (32 if WORDS else 8) // BITS
     STEP: tl.constexpr = WORDS_WIDE * PACKED if WORDS else (RUN if BITS == 4 else BLOCK_K)
     columns = tl.arange(0, STEP)
+    # Of a row as it is stored: the last run of 4 bits may be partly padding.
+    stored = tl.cdiv(I, RUN) * (RUN // PACKED) if MIXED and BITS == 4 else I // PACKED
     x_at = x + sources_M.to(tl.int64)[:, None] * stride_x + columns[None, :]
     gate = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
@@ -199,10 +234,10 @@ def products(
         for piece in tl.static_range(BLOCK_K // STEP):
             at = k + piece * STEP
             # Weights first: their copies need not wait for the list of tokens.
-            tile = _weight_tile(w, row, at // PACKED, rows_left, I // PACKED, TMA, EVEN_N, EVEN_K, EVICT_FIRST, BLOCK_N,
+            tile = _weight_tile(w, row, at // PACKED, rows_left, stored, TMA, EVEN_N, EVEN_K, EVICT_FIRST, BLOCK_N,
                                 STEP // PACKED)
             if GATED:
-                tile_up = _weight_tile(w, row + up_rows, at // PACKED, rows_left, I // PACKED, TMA, EVEN_N, EVEN_K,
+                tile_up = _weight_tile(w, row + up_rows, at // PACKED, rows_left, stored, TMA, EVEN_N, EVEN_K,
                                        EVICT_FIRST, BLOCK_N, STEP // PACKED)
             if EVEN_K:
                 tokens = tl.load(x_at + at, mask=valid_M[:, None], other=0.0)
@@ -212,7 +247,11 @@ def products(
                 # The next step's scales travel while this one computes.
                 following = (at + STEP) // GROUP
                 scale_next = tl.load(scales_at + following, mask=scale_ok & (at + STEP < k_to), other=0.0)
-            numbers = _numbers(tile, magic, BITS, WORDS, WARPS, DTYPE, UPCAST)
+            if MIXED:
+                numbers = _mixed_numbers(tile, scales, zeros, row, at, scale_ok, G, BITS, CODES, GROUP, SCALE_ROWS,
+                                         HAS_ZEROS, DTYPE)
+            else:
+                numbers = _numbers(tile, magic, BITS, WORDS, WARPS, DTYPE, UPCAST)
             gate = _add(gate, numbers, tokens, scale, GROUPED, UPCAST, PRECISION)
             if GROUPED:
                 scale = scale_next
@@ -220,11 +259,15 @@ def products(
                 if GROUPED:
                     scale_next = tl.load(scales_at + up_rows * G + following, mask=scale_ok & (at + STEP < k_to),
                                          other=0.0)
-                numbers = _numbers(tile_up, magic, BITS, WORDS, WARPS, DTYPE, UPCAST)
+                if MIXED:
+                    numbers = _mixed_numbers(tile_up, scales, zeros, row + up_rows, at, scale_ok, G, BITS, CODES,
+                                             GROUP, SCALE_ROWS, HAS_ZEROS, DTYPE)
+                else:
+                    numbers = _numbers(tile_up, magic, BITS, WORDS, WARPS, DTYPE, UPCAST)
                 up = _add(up, numbers, tokens, scale_up, GROUPED, UPCAST, PRECISION)
                 if GROUPED:
                     scale_up = scale_next
-    if BITS < 16 and GROUP == 0:
+    if BITS < 16 and GROUP == 0 and not MIXED:
         gate *= tl.load(scales_at, mask=scale_ok, other=0.0).to(tl.float32)[:, None]
         if GATED:
             up *= tl.load(scales_at + up_rows, mask=scale_ok, other=0.0).to(tl.float32)[:, None]

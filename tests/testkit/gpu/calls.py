@@ -38,6 +38,10 @@ TUNED = {"E": 128, "D": 2048, "F": 768, "K": 8}
 """Qwen3-30B-A3B, which the H200's table has entries of."""
 WIDE = {"E": 8, "D": 4096, "F": 14336, "K": 2}
 """Mixtral-8x7B, likewise."""
+GPT_OSS = {"E": 32, "D": 2880, "F": 2880, "K": 4}
+"""gpt-oss-20b: 2,880 columns are 22.5 runs of 128."""
+MXFP4 = {"bits": 4, "group": 32, "codes": "e2m1"}
+FP8 = {"bits": 8, "group": 128, "codes": "e4m3", "scale_rows": 128}
 ODD = {"E": 5, "D": 100, "F": 36, "K": 3}
 """Nothing is a multiple of a tile or of 16 bytes."""
 
@@ -51,6 +55,7 @@ def experts(
     local: bool = False,
     bits: int = 16,
     group: int = 128,
+    kind: dict[str, Any] | None = None,
     activation: str = "swiglu",
     bias: bool = False,
     keep: bool = False,
@@ -59,18 +64,19 @@ def experts(
 ) -> None:
     """fused_moe. ``local``: as of a worker that holds half of the experts; ``block_rows``: with a plan made before."""
     E, D, F, K = (shape[name] for name in "EDFK")
-    kind, inner = DTYPES[dtype], F * (1 + gated(activation))
+    floats, inner = DTYPES[dtype], F * (1 + gated(activation))
+    packed_as = kind or ({"bits": bits, "group": group} if bits < 16 else None)
     w_in, w_down = (
-        (empty(E, o, i, dtype=kind) if bits == 16 else packed(E, o, i, bits, group)) for o, i in ((inner, D), (D, F))
+        packed(E, o, i, **packed_as) if packed_as else empty(E, o, i, dtype=floats) for o, i in ((inner, D), (D, F))
     )
     ids_TK = empty(rows, K, dtype=ids)
     fused_moe(
-        empty(rows, D, dtype=kind), w_in, w_down, ids_TK, empty(rows, K), activation=activation,
+        empty(rows, D, dtype=floats), w_in, w_down, ids_TK, empty(rows, K), activation=activation,
         plan=plan(ids_TK, E, block_rows=block_rows) if block_rows else None,
         local_E=empty(2 * E, dtype=torch.int32) if local else None,
         keep_T=empty(rows, dtype=torch.bool) if keep else None,
-        bias_in=empty(E, inner, dtype=kind) if bias else None, bias_down=empty(E, D, dtype=kind) if bias else None,
-        **options,
+        bias_in=empty(E, inner, dtype=floats) if bias else None,
+        bias_down=empty(E, D, dtype=floats) if bias else None, **options,
     )  # fmt: skip
 
 
@@ -82,10 +88,8 @@ def tiled(op: str, tiles: dict[str, int], call: Callable[[], object]) -> None:
         call()
 
 
-def packed(experts: int, outputs: int, inputs: int, bits: int, group: int) -> QuantisedWeight:
-    codes = empty(experts, outputs, inputs * bits // 8, dtype=torch.uint8)
-    scales = empty(experts, outputs, inputs // group if group else 1, dtype=torch.float16)
-    return QuantisedWeight(packed=codes, scales=scales, bits=bits, group=group, in_features=inputs)
+def packed(experts: int, outputs: int, inputs: int, **kind: Any) -> QuantisedWeight:
+    return QuantisedWeight.empty((experts, outputs, inputs), device=empty(0).device, **kind)
 
 
 def router(experts: int, top_k: int, rows: int = 64, *, keep: bool = False, bias: bool = False, **flags: Any) -> None:
@@ -243,8 +247,8 @@ def _differentiated(function: Any, *arguments: Any) -> None:
     function.backward(context, torch.empty_like(function.forward(context, *arguments)))
 
 
-def unpacked(dtype: str, bits: int, group: int) -> None:
-    dequantize_experts(packed(8, 2048, 1024, bits, group), DTYPES[dtype])
+def unpacked(dtype: str, **kind: Any) -> None:
+    dequantize_experts(packed(8, 2048, 1056, **kind), DTYPES[dtype])
 
 
 NORMED = (("fp16", 100), ("fp16", 4096), ("fp32", 100), ("bf16", 16_384), ("fp32", 16_384))
@@ -357,10 +361,16 @@ MORE: Calls = {
         )
     },
     **{
-        f"dequantize-{dtype}-int{bits}": partial(unpacked, dtype, bits, group)
+        f"dequantize-{dtype}-int{bits}": partial(unpacked, dtype, bits=bits, group=group)
         for dtype, group in (("bf16", 128), ("fp32", 0))
         for bits in (4, 8)
     },
+    "dequantize-bf16-mxfp4": partial(unpacked, "bf16", **MXFP4),
+    "dequantize-fp16-fp8": partial(unpacked, "fp16", **FP8),
+    **_experts("bf16", 1, 16, 512, name="-mxfp4", kind=MXFP4, shape=GPT_OSS, bias=True, activation="swiglu_oai"),
+    **_experts("bf16", 1, 16, 512, name="-fp8", kind=FP8),
+    **_experts("bf16", 1, 16, name="-int4-zeros", kind={"bits": 4, "group": 128, "zeros": True}),
+    **_experts("fp16", 1, 16, name="-int4-g32", kind={"bits": 4, "group": 32}),
     **{
         f"plan-{rows}-{first_come}": partial(planned, rows, capacity=16, first_come=first_come, keep=True, local=True)
         for rows, first_come in ((16, "token"), (512, "slot"), (4096, "token"))

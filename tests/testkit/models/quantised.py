@@ -30,7 +30,9 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
 def random_weight(kind: str, experts: int, rows: int, columns: int, seed: int = 0) -> QuantisedWeight:
     """Values of order 1 / sqrt(columns), so that products with rows of order 1 are of order 1."""
     generator = torch.Generator().manual_seed(seed)
-    q = QuantisedWeight.empty((experts, rows, columns), **KINDS[kind])
+    sizes = dict(KINDS[kind])
+    sizes["scale_rows"] = math.gcd(sizes.get("scale_rows", 1), rows)
+    q = QuantisedWeight.empty((experts, rows, columns), **sizes)
     q.packed.random_(0, 256, generator=generator)
     if q.codes == "e4m3":
         q.packed[(q.packed & 0x7F) > 0x77] = 0x30

@@ -15,10 +15,11 @@ from moe_kernels.small.tiles_kernel import products, row_of, slot_of
 
 @triton.jit(do_not_specialize=["magic"])
 def swapped_gemm_kernel(
-    x, w, out, scales, order_S, ends_E, tile_expert_M, tile_row_M, tile_count_1, bias, row_scale,
+    x, w, out, scales, zeros, order_S, ends_E, tile_expert_M, tile_row_M, tile_count_1, bias, row_scale,
     stride_x, stride_out, stride_bias, I, G, WIDTH, magic,
     SLOTS: tl.constexpr, GATHER: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_SCALE: tl.constexpr, OUT_ARRANGED: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, WORDS: tl.constexpr,
+    HAS_SCALE: tl.constexpr, OUT_ARRANGED: tl.constexpr, BITS: tl.constexpr, CODES: tl.constexpr,
+    GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr, HAS_ZEROS: tl.constexpr, MIXED: tl.constexpr, WORDS: tl.constexpr,
     WARPS: tl.constexpr, TMA: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, EVICT_FIRST: tl.constexpr,
     UPCAST: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr, STAGES: tl.constexpr, GROUP_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -47,8 +48,9 @@ def swapped_gemm_kernel(
         sources = source_rows(order_S, tl.minimum(rows, end - 1), GATHER, SLOTS)
         matrix_row = expert.to(tl.int64) * (2 * WIDTH if GATED else WIDTH) + column
         gate, up = products(
-            x, sources, valid, stride_x, w, scales, magic, matrix_row, WIDTH, WIDTH - column, 0, I, I, G, GATED, BITS,
-            GROUP, WORDS, WARPS, TMA, EVEN_N, EVEN_K, EVICT_FIRST, UPCAST, PRECISION, STAGES, BLOCK_N, BLOCK_M, BLOCK_K,
+            x, sources, valid, stride_x, w, scales, zeros, magic, matrix_row, WIDTH, WIDTH - column, 0, I, I, G, GATED,
+            BITS, CODES, GROUP, SCALE_ROWS, HAS_ZEROS, MIXED, WORDS, WARPS, TMA, EVEN_N, EVEN_K, EVICT_FIRST, UPCAST,
+            PRECISION, STAGES, BLOCK_N, BLOCK_M, BLOCK_K,
         )
         columns = column + row_of(tl.arange(0, BLOCK_N), WARPS, WORDS)
         inside = columns < WIDTH

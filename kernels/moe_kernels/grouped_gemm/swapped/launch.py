@@ -61,7 +61,7 @@ def launch(
         stride_bias=0 if bias_EO is None else bias_EO.stride(0), I=matrices.columns, WIDTH=width,
         SLOTS=plan.slots, GATHER=gather or "grouped", ACT=activation, GATED=gated(activation),
         HAS_BIAS=bias_EO is not None, HAS_SCALE=row_scale_S is not None, OUT_ARRANGED=out_arranged,
-        GROUP_M=tiles["GROUP_M"], **weight, **small.launch_options(tiles),
+        GROUP_M=tiles["GROUP_M"], **weight, **small.launch_options(matrices, tiles),
     )  # fmt: skip
     return out_SW
 
