@@ -70,7 +70,7 @@ class Checkpoint:
         Raises:
             CheckpointError: its tensors are not such that it can be held so.
         """
-        from services.model.dequantised.integers import as_stored
+        from services.model.dequantised.as_stored import as_stored
 
         source, kind = self._sources[name], self.kind(name)
         assert kind is not None, name

@@ -14,35 +14,45 @@ from typing import Literal
 from services.config import ExpertFormat
 
 DENSE = "dense"
+GROUPS = (0, 32, 64, 128)
+"""Columns that may share a scale; 0: all of a row."""
 _RUN = 128
-"""Columns of a run of the layout in 4 bits, and the largest group."""
-_VECTOR = 16
-"""Bytes that a kernel loads at a time."""
+"""Columns of a run of the layout in 4 bits, the last of which is filled up."""
+_STEP = 16
+"""What must divide columns, so that rows of activations start where a kernel may load."""
+ScaleType = Literal["float16", "bfloat16", "float32", "uint8"]
+_SCALE_BYTES: Mapping[ScaleType, int] = {"float16": 2, "bfloat16": 2, "float32": 4, "uint8": 1}
+_NAMES = {"int": "int", "e4m3": "fp", "e2m1": "mxfp"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kind:
-    """A form of :class:`moe_kernels.QuantisedWeight`: whole numbers of ``bits`` bits with a scale for each ``group``
-    columns of a row; 0: for each row."""
+    """A form of :class:`moe_kernels.QuantisedWeight`, whose words these are: codes of ``bits`` bits that mean whole
+    numbers, less zero points if there are ``zeros``, or FP8 or FP4 numbers; with a scale for each ``group`` columns of
+    ``scale_rows`` rows."""
 
     bits: int
     group: int
-    scale_type: Literal["float16", "bfloat16", "float32"] = "float16"
+    codes: Literal["int", "e4m3", "e2m1"] = "int"
+    scale_rows: int = 1
+    zeros: bool = False
+    scale_type: ScaleType = "float16"
 
     def __str__(self) -> str:
-        return f"int{self.bits}-g{self.group}" if self.group else f"int{self.bits}-channel"
+        size = f"g{self.group}" if self.group else "channel"
+        size = f"{self.scale_rows}x{self.group}" if self.scale_rows > 1 else size
+        return f"{_NAMES[self.codes]}{self.bits}-{size}{'-zeros' if self.zeros else ''}"
 
-    @property
-    def columns(self) -> int:
-        """The number that must divide a matrix's columns."""
-        return _VECTOR if self.bits == 8 and not self.group else _RUN
-
-    def fits(self, columns: int) -> bool:
-        return columns % self.columns == 0
+    def problem(self, rows: int, columns: int) -> str | None:
+        """Return what a matrix that it can hold has, if it cannot hold this one."""
+        if columns % _STEP:
+            return f"columns in a multiple of {_STEP}"
+        return f"rows in a multiple of {self.scale_rows}" if rows % self.scale_rows else None
 
     def nbytes(self, rows: int, columns: int) -> int:
-        scales = columns // self.group if self.group else 1
-        return rows * (columns * self.bits // 8 + scales * (4 if self.scale_type == "float32" else 2))
+        width = -(-columns // _RUN) * _RUN // 2 if self.bits == 4 else columns
+        scales = -(-rows // self.scale_rows) * (-(-columns // self.group) if self.group else 1)
+        return rows * width + scales * (_SCALE_BYTES[self.scale_type] + self.zeros)
 
 
 KINDS: Mapping[ExpertFormat, Kind] = {

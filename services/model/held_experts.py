@@ -6,6 +6,7 @@ All experts of a layer are held alike, so that what is decided is the same for w
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from services.config import ExpertFormat
@@ -34,7 +35,7 @@ def held_experts(spec: ModelSpec, choice: ExpertFormat, stored: StoredKind, fold
 
 def _like(asked: Kind, stored: Kind | None) -> Kind:
     """Return ``stored`` where that is what was asked for, but for the type of its scales: then nothing is rounded."""
-    same = stored is not None and (stored.bits, stored.group) == (asked.bits, asked.group)
+    same = stored is not None and replace(stored, scale_type=asked.scale_type) == asked
     return stored if stored is not None and same else asked
 
 
@@ -74,14 +75,13 @@ def _check(spec: ModelSpec, choice: ExpertFormat, folder: Path) -> None:
         (ffn.gate, spec.expert_ffn, spec.hidden_size),
         (ffn.down, spec.hidden_size, spec.expert_ffn),
     ):
-        if not kind.fits(columns):
+        if problem := kind.problem(rows, columns):
             others = [other for other in KINDS if _all_fit(spec, KINDS[other])]
             raise ConfigError(
-                f'{folder}: "{name}" cannot be held in {choice}: expected columns in a multiple of {kind.columns}, '
-                f"found {rows} x {columns}.",
+                f'{folder}: "{name}" cannot be held in {choice}: expected {problem}, found {rows} x {columns}.',
                 hint=f"Choose --expert-format {' or '.join([*others, 'auto'])}.",
             )
 
 
 def _all_fit(spec: ModelSpec, kind: Kind) -> bool:
-    return kind.fits(spec.hidden_size) and kind.fits(spec.expert_ffn)
+    return not (kind.problem(spec.expert_ffn, spec.hidden_size) or kind.problem(spec.hidden_size, spec.expert_ffn))

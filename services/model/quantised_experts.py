@@ -27,8 +27,16 @@ STAGED_BYTES = 64 << 20
 
 def empty_weight(kind: Kind, shape: tuple[int, int, int], device: torch.device) -> QuantisedWeight:
     """Return a weight ``[E, O, I]`` of ``kind`` with any contents; on the device "meta" without memory."""
-    scale_type = getattr(torch, kind.scale_type)
-    planned = QuantisedWeight.empty(shape, bits=kind.bits, group=kind.group, scale_type=scale_type, device="meta")
+    planned = QuantisedWeight.empty(
+        shape,
+        bits=kind.bits,
+        group=kind.group,
+        codes=kind.codes,
+        scale_rows=kind.scale_rows,
+        zeros=kind.zeros,
+        scale_type=getattr(torch, kind.scale_type),
+        device="meta",
+    )
     if device.type == "meta":
         return planned
     parts = planned.tensors().items()

@@ -27,6 +27,7 @@ from services.planner.estimate import Row, between, exchanges, held_bytes, insid
 from services.planner.figures import (
     ACROSS_GB,
     ACROSS_US,
+    EXPERT_TIMES,
     KINDS,
     LINK_US,
     LOCKSTEP_US,
@@ -45,6 +46,7 @@ _PREFILL = (
     "Quantised experts are faster where few rows of a step meet in one expert, as in decode, and slower than 16 bits "
     "from about 100 rows on, as in prefill (docs/models.md)."
 )
+_UNMEASURED = "Layers of experts in {} were not measured: times are those of 16 bits, memory is theirs."
 _LARGE_STEPS = f" Steps of more than {SHARED_ROWS} tokens go to experts by NCCL or TCP, not through shared memory."
 _INSTALL = "Run in a clone of expertmesh (docs/kubernetes-operations.md says what the cluster needs):"
 
@@ -204,7 +206,7 @@ def _report(spec: ModelSpec, settings: Settings, given: Namespace, rows: Rows) -
     yield _table(given, rows, best)
     yield _recommended(given, rows, best)
     if spec.experts.label:
-        yield _PREFILL
+        yield _PREFILL if spec.experts.label in EXPERT_TIMES else _UNMEASURED.format(spec.experts.label)
     yield _PROMPTS + _LARGE_STEPS * (layout_of(best, given) == "disaggregated")
     yield _memory(given, best)
     yield "Run:" if given.nodes == 1 else _INSTALL

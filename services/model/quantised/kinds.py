@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from dataclasses import replace
 
-from services.model.expert_format import Kind
+from services.model.expert_format import GROUPS, Kind, ScaleType
+from services.model.quantised.awq import Awq
 from services.model.quantised.compressed import Compressed
+from services.model.quantised.fp8 import Fp8Block
 from services.model.quantised.gptq import Gptq
+from services.model.quantised.mxfp4 import COLUMNS, Mxfp4
 from services.model.quantised.stored import Layout, LinearFormat, Shape
 
-_GROUPS = (0, 128)
-_SCALES: Mapping[str, Literal["float16", "bfloat16", "float32"]] = {
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "F32": "float32",
-}
+_SCALES: Mapping[str, ScaleType] = {"F16": "float16", "BF16": "bfloat16"}
+"""Types of scales that are kept; others become float32, which has all their values."""
 
 
 def stored_kind(scheme: LinearFormat, shape: Shape, parts: Layout, types: Mapping[str, str]) -> Kind | None:
@@ -24,18 +23,30 @@ def stored_kind(scheme: LinearFormat, shape: Shape, parts: Layout, types: Mappin
     Args:
         types: the type of each of ``parts``.
     """
-    group = _group(scheme, parts)
-    if group not in _GROUPS or types["scales"] not in _SCALES:
+    kind = _kind(scheme, parts)
+    if kind is None or kind.group not in GROUPS or kind.problem(*shape):
         return None
-    assert isinstance(scheme, Compressed | Gptq)
-    kind = Kind(bits=scheme.bits, group=group, scale_type=_SCALES[types["scales"]])
-    return kind if kind.fits(shape[1]) else None
+    if kind.codes == "e2m1":
+        return replace(kind, scale_type="uint8")
+    return replace(kind, scale_type=_SCALES.get(types["scales"], "float32"))
 
 
-def _group(scheme: LinearFormat, parts: Layout) -> int | None:
-    """Return the columns that share a scale in whole numbers around a zero point in the middle; 0: all of a row."""
-    if isinstance(scheme, Gptq) and scheme.symmetric and not scheme.sorts and scheme.bits in (4, 8):
-        return scheme.group
-    if isinstance(scheme, Compressed) and scheme.codes != "fp8" and not scheme.zeros and "order" not in parts:
-        return {"tensor": 0, "channel": 0, "group": scheme.columns}.get(scheme.strategy)
-    return None
+def _kind(scheme: LinearFormat, parts: Layout) -> Kind | None:
+    if isinstance(scheme, Mxfp4):
+        return Kind(bits=4, group=COLUMNS, codes="e2m1")
+    if isinstance(scheme, Fp8Block):
+        return Kind(bits=8, group=scheme.columns, codes="e4m3", scale_rows=scheme.rows or 1)
+    if isinstance(scheme, Awq):
+        return Kind(bits=4, group=scheme.group, zeros=True)
+    if isinstance(scheme, Gptq):
+        plain = not scheme.sorts and scheme.bits in (4, 8)
+        return Kind(bits=scheme.bits, group=scheme.group, zeros=not scheme.symmetric) if plain else None
+    return _of_compressed(scheme) if isinstance(scheme, Compressed) and "order" not in parts else None
+
+
+def _of_compressed(scheme: Compressed) -> Kind | None:
+    group = scheme.columns if scheme.strategy in ("group", "block") else 0
+    rows = scheme.rows if scheme.strategy == "block" else 1
+    if scheme.codes == "fp8":
+        return Kind(bits=8, group=group, codes="e4m3", scale_rows=rows)
+    return Kind(bits=scheme.bits, group=group, scale_rows=rows, zeros=scheme.zeros)

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from testkit.models.checkpoints import save_checkpoint
 from testkit.models.quantised_checkpoints import WEIGHTS, Quantised, change, quantise
-from testkit.models.quantisers import FORMATS, Format, compressed, gptq
+from testkit.models.quantisers import FORMATS, Format, awq, compressed, gptq
 from testkit.models.quantisers import int_config as ct
 
 from moe_kernels import QuantisedWeight, dequantize_experts
@@ -44,6 +44,27 @@ STORED: dict[str, tuple[Format, str]] = {
         "int4-g128",
     ),
     "gptq-int8-row": (FORMATS["gptq-int8-row"], "int8-channel"),
+    "gptq-int4-g64-asym": (
+        Format(
+            encode=gptq(4, 64, symmetric=False),
+            config={**FORMATS["gptq-int4"].config, "group_size": 64, "sym": False},
+        ),
+        "int4-g64-zeros",
+    ),
+    "awq-g32": (Format(encode=awq(32), config={**FORMATS["awq"].config, "group_size": 32}), "int4-g32-zeros"),
+    "ct-int4-asym": (FORMATS["ct-int4-channel-asym"], "int4-channel-zeros"),
+    "ct-int8-bytes-asym": (
+        Format(
+            encode=compressed(8, 32, symmetric=False, as_bytes=True),
+            config=ct("naive-quantized", 8, 32, symmetric=False),
+        ),
+        "int8-g32-zeros",
+    ),
+    "fp8-blocks": (FORMATS["fp8-block-bf16-scales"], "fp8-128x128"),
+    "fp8-tensor": (FORMATS["fp8-tensor"], "fp8-channel"),
+    "ct-fp8-channel": (FORMATS["ct-fp8-channel"], "fp8-channel"),
+    "mxfp4": (FORMATS["mxfp4"], "mxfp4-g32"),
+    "ct-mxfp4": (FORMATS["ct-mxfp4"], "mxfp4-g32"),
 }
 
 
@@ -137,7 +158,7 @@ def test_dense_is_what_the_integers_stand_for(stored: Quantised) -> None:
 
 
 def test_integers_of_another_form_are_dequantised_and_rounded(plain: Path, tmp_path: Path) -> None:
-    """AWQ's zero points are none that kernels take: "auto" holds it dense, "int4" rounds what it stands for."""
+    """Groups of 16 are none that kernels take: "auto" holds them dense, "int4" rounds what they stand for."""
     folder = quantise(plain, tmp_path, FORMATS["awq"]).folder
     assert served(folder, "auto").experts.label == ""
     spec = served(folder, "int4")
@@ -177,13 +198,13 @@ def test_a_cut_inside_of_a_group_is_refused(plain: Path) -> None:
 
 
 def test_widths_that_the_format_cannot_hold_are_refused_by_name(tmp_path: Path) -> None:
-    folder = save_checkpoint(tmp_path, "qwen3_moe")
+    folder = save_checkpoint(tmp_path, "qwen3_moe", moe_intermediate_size=40)
     with pytest.raises(ConfigError) as refused:
         served(folder, "int4")
-    assert '"model.layers.0.mlp.experts.0.gate_proj.weight" cannot be held in int4' in str(refused.value)
-    assert "expected columns in a multiple of 128, found 48 x 64" in str(refused.value)
-    assert "Choose --expert-format int8 or auto." in str(refused.value)
-    assert served(folder, "int8").experts.label == "int8-channel"
+    assert '"model.layers.0.mlp.experts.0.down_proj.weight" cannot be held in int4' in str(refused.value)
+    assert "expected columns in a multiple of 16, found 64 x 40" in str(refused.value)
+    assert "Choose --expert-format auto." in str(refused.value)
+    assert served(folder, "auto").experts.label == ""
 
 
 def test_a_value_that_cannot_be_held_is_named(plain: Path, tmp_path: Path) -> None:
