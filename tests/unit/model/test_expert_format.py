@@ -214,10 +214,10 @@ def test_a_value_that_cannot_be_held_is_named(plain: Path, tmp_path: Path) -> No
         (folder / file.name).write_bytes(file.read_bytes())
     name = "model.layers.1.mlp.experts.3.up_proj.weight"
 
-    def spoil(tensors: dict[str, torch.Tensor]) -> None:
+    def corrupt(tensors: dict[str, torch.Tensor]) -> None:
         tensors[name][4, 5] = torch.inf
 
-    change(folder, spoil)
+    change(folder, corrupt)
     with pytest.raises(CheckpointError, match=f'"{name}" cannot be held in int4-g128: expected finite values'):
         loaded(folder, served(folder, "int4"))
 
@@ -226,10 +226,10 @@ def test_zero_points_that_config_json_does_not_promise_are_found(plain: Path, tm
     folder = quantise(plain, tmp_path, STORED["gptq-int4-g128"][0]).folder
     name = "model.layers.0.mlp.experts.1.down_proj.qzeros"
 
-    def spoil(tensors: dict[str, torch.Tensor]) -> None:
+    def corrupt(tensors: dict[str, torch.Tensor]) -> None:
         tensors[name][0, 0] += 1
 
-    change(folder, spoil)
+    change(folder, corrupt)
     with pytest.raises(CheckpointError) as refused:
         loaded(folder, served(folder, "auto"))
     assert f'"{name}" must hold the zero point 8 alone for its weight to be held as it is stored' in str(refused.value)

@@ -355,6 +355,12 @@ def test_a_checkpoint_in_a_form_that_kernels_take_is_counted_so(said: Callable[.
     text = said(folder, "--gpus", "1")
     assert "18 GB in bfloat16, experts in int4-g128" in text
     assert "(compressed-tensors); experts are counted as they are held, in int4-g128, other weights in 16 bits." in text
+    assert "slower than 16 bits from about 100 rows on" in text
+    (tmp_path / "fp8").mkdir()
+    fp8 = said(
+        str(config_of(tmp_path / "fp8", QWEN3_30B | {"quantization_config": {"quant_method": "fp8"}})), "--gpus=1"
+    )
+    assert "Layers of experts in fp8-channel were not measured: times are those of 16 bits, memory is theirs." in fp8
     assert "61.1 GB in bfloat16;" in said(folder, "--gpus", "1", "--expert-format", "dense")
 
 
@@ -387,14 +393,14 @@ def test_times_of_formats_are_those_of_the_benchmark() -> None:
     assert median(off) < 0.06
 
 
-def test_a_quantised_checkpoint_is_planned_as_it_is_loaded(said: Callable[..., str], tmp_path: Path) -> None:
-    """In 16 bits, so that the figures are those of the checkpoint that is not quantised."""
+def test_a_quantised_checkpoint_is_planned_as_it_is_held(said: Callable[..., str], tmp_path: Path) -> None:
+    """Here in 16 bits, as kernels take no 2: the figures are those of the checkpoint that is not quantised."""
     texts = []
-    for name, more in (("plain", {}), ("fp8", {"quantization_config": {"quant_method": "fp8"}})):
+    for name, more in (("plain", {}), ("gptq2", {"quantization_config": {"quant_method": "gptq", "bits": 2}})):
         (tmp_path / name).mkdir()
         folder = config_of(tmp_path / name, QWEN3_30B | more)
         texts.append(said(str(folder), "--gpus", "8").replace(str(folder), "FOLDER"))
-    note = "The checkpoint is quantised (fp8); weights are counted as they are held, in 16 bits.\n"
+    note = "The checkpoint is quantised (gptq); weights are counted as they are held, in 16 bits.\n"
     assert note in texts[1]
     assert texts[1].replace(note, "") == texts[0]
 
