@@ -155,9 +155,7 @@ def _rms(values: Tensor) -> Tensor:
 def _scales(w_OGC: Tensor, bits: int) -> Tensor:
     """float16 ``[O, G]``; tiny ones are raised to float16's smallest number, so that they still mean something."""
     extreme_OG = w_OGC.gather(2, w_OGC.abs().argmax(2, keepdim=True)).squeeze(2)
-    # By a tensor: on a GPU torch divides by a number as a product with its inverse, so codes would differ from a CPU's.
-    divisor = torch.full((), EXTREME_CODE[bits], dtype=torch.float32, device=w_OGC.device)
-    exact_OG = (extreme_OG if bits == 4 else extreme_OG.abs()) / divisor
+    exact_OG = extreme_OG / EXTREME_CODE[bits] if bits == 4 else extreme_OG.abs() / EXTREME_CODE[bits]
     return torch.where(exact_OG == 0, 0.0, exact_OG.abs().clamp_min(SMALLEST_SCALE).copysign(exact_OG)).half()
 
 
