@@ -7,9 +7,8 @@ Legend: E experts, O output rows, I input columns, D hidden, F expert width.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
-from typing import Final
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -18,17 +17,20 @@ from bench import floors
 from bench.shapes import LayerShape
 from bench.timing import copies_for
 from moe_kernels.quant.op import dequantize_experts, quantize_experts
-from moe_kernels.quant.weight import QuantisedWeight
+from moe_kernels.quant.weight import QuantisedWeight, Weight
 
 DTYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-QUANTISED: Final = {
-    "int8": (8, floors.GROUP),
-    "int8_channel": (8, 0),
-    "int4": (4, floors.GROUP),
-    "int4_channel": (4, 0),
+QUANTISED: Final[Mapping[str, Mapping[str, Any]]] = {
+    "int8": {"bits": 8, "group": floors.GROUP},
+    "int8_channel": {"bits": 8, "group": 0},
+    "int4": {"bits": 4, "group": floors.GROUP},
+    "int4_channel": {"bits": 4, "group": 0},
+    "int4_mixed": {"bits": 4, "group": floors.GROUP, "zeros": True},
+    "int4_g32": {"bits": 4, "group": 32, "zeros": True},
+    "fp8": {"bits": 8, "group": floors.GROUP, "codes": "e4m3", "scale_rows": floors.GROUP},
+    "mxfp4": {"bits": 4, "group": 32, "codes": "e2m1"},
 }
-"""dtype of the weights: bits and group (0: one scale per output row)."""
-Weight = Tensor | QuantisedWeight
+"""dtype of the weights: how :func:`quantize_experts` makes them."""
 
 
 class Bank:
@@ -77,16 +79,15 @@ class Bank:
     def _quantised_copies(self, dtype: str, copies: int) -> list[tuple[QuantisedWeight, QuantisedWeight]]:
         made = self._quantised.setdefault(dtype, [])
         if not made:
-            bits, group = QUANTISED[dtype]
             w_in, w_down = self.floats(1)[0]
-            made.append((quantize_experts(w_in, bits, group), quantize_experts(w_down, bits, group)))
+            made.append((quantize_experts(w_in, **QUANTISED[dtype]), quantize_experts(w_down, **QUANTISED[dtype])))
         while len(made) < copies:
             made.append((_clone(made[0][0]), _clone(made[0][1])))
         return made[:copies]
 
 
 def _clone(weight: QuantisedWeight) -> QuantisedWeight:
-    return replace(weight, packed=weight.packed.clone(), scales=weight.scales.clone())
+    return weight.with_tensors({name: part.clone() for name, part in weight.tensors().items()})
 
 
 def _one_expert(weight: Weight, expert: int) -> Tensor:

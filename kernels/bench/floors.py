@@ -15,8 +15,17 @@ BYTES_PER_S: Final = 4.3e12
 FLOP_PER_S: Final = 790e12
 """bf16 product of two 8192 x 8192 matrices of random values (datasheet: 990e12)."""
 GROUP: Final = 128
-"""Input columns that share one scale, in ``int4``."""
+"""Input columns that share one scale, in ``int4``; rows and columns of a block in ``fp8``."""
 SCALE_BYTES: Final = 2
+_SCALES: Final = {
+    "int8": SCALE_BYTES / GROUP,
+    "int4": SCALE_BYTES / GROUP,
+    "int4_mixed": (SCALE_BYTES + 1) / GROUP,
+    "int4_g32": (SCALE_BYTES + 1) / 32,
+    "fp8": 4 / GROUP**2,
+    "mxfp4": 1 / 32,
+}
+"""Bytes per weight of scales and zero points, where they go with groups or blocks."""
 WEIGHT_BYTES: Final = {
     "bf16": 2.0,
     "fp16": 2.0,
@@ -25,20 +34,23 @@ WEIGHT_BYTES: Final = {
     "int8_channel": 1.0,
     "int4": 0.5,
     "int4_channel": 0.5,
+    "int4_mixed": 0.5,
+    "int4_g32": 0.5,
+    "fp8": 1.0,
+    "mxfp4": 0.5,
 }
 """Per weight, without scales."""
 
 
 def expert_bytes(shape: LayerShape, dtype: str) -> float:
-    """Weights of one expert and their scales: per output channel in ``_channel`` dtypes, else per 128 inputs.
+    """Weights of one expert, their scales and zero points: per output channel in ``_channel`` dtypes, else by group.
 
     Example: d 2048, f 768 gated: 4,718,592 weights; 9.44 MB in bf16, 4.73 MB in int8_channel, 2.43 MB in int4.
     """
     weights = shape.parameters * WEIGHT_BYTES[dtype]
-    if not dtype.startswith("int"):
-        return weights
-    scales = shape.in_rows + shape.d if dtype.endswith("_channel") else shape.parameters / GROUP
-    return weights + scales * SCALE_BYTES
+    if dtype.endswith("_channel"):
+        return weights + (shape.in_rows + shape.d) * SCALE_BYTES
+    return weights + shape.parameters * _SCALES.get(dtype, 0.0)
 
 
 def layer_flops(shape: LayerShape, pairs: int) -> float:

@@ -42,6 +42,7 @@ class LayerShape:
         return self if divisor == 1 else replace(self, name=f"{self.name}/{divisor}", d=d, f=f)
 
 
+OAI: Final = "swiglu_oai"
 _ALL = (
     LayerShape(name="mixtral", title="Mixtral-8x7B", d=4096, f=14336, E=8, k=2),
     LayerShape(name="qwen3-30b", title="Qwen3-30B-A3B", d=2048, f=768, E=128, k=8),
@@ -51,6 +52,7 @@ _ALL = (
     LayerShape(name="deepseek-v3", title="DeepSeek-V3", d=7168, f=2048, E=256, k=8),
     LayerShape(name="ds-1.3b-moe128", title="DeepSpeed 1.3B+MoE-128", d=2048, f=8192, E=128, k=1, activation="gelu"),
     LayerShape(name="glm-4.5-air", title="GLM-4.5-Air (untuned)", d=4096, f=1408, E=128, k=8, tuned=False),
+    LayerShape(name="gpt-oss-20b", title="gpt-oss-20b", d=2880, f=2880, E=32, k=4, activation=OAI, tuned=False),
     LayerShape(name="tiny", title="tiny", d=128, f=128, E=8, k=2, tuned=False),
 )
 SHAPES: Final = {shape.name: shape for shape in _ALL}

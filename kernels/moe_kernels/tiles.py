@@ -22,7 +22,10 @@ from typing import Any, Final
 
 DIRECTORY: Final = Path(__file__).with_name("tiles")
 DEFAULT: Final = "default"
-STAND_IN: Final = {"fp16": "bf16", "int4_channel": "int4", "int8_channel": "int8"}
+STAND_IN: Final = {
+    "fp16": "bf16", "int4_channel": "int4", "int8_channel": "int8", "int4_mixed": "int4", "int8_mixed": "int8",
+    "mxfp4": "int4", "fp8": "int8",
+}  # fmt: skip
 """A dtype without entries takes those of one that moves as many bytes through the same kernel."""
 MISSING_KEY: Final = 1.0
 """Distance of a dimension that only one side names: as far as a factor of two."""
@@ -62,7 +65,7 @@ def tiles(
         op: a name that ``default.json`` declares, e.g. "small.in".
         shape: the dimensions that the op is tuned over, e.g. d, f, E, k. Positive.
         rows: tokens (or pairs) of the call. 0 counts as 1.
-        dtype: of the weights: "bf16", "fp16", "fp32", "int8", "int4", "int4_channel".
+        dtype: of the weights: "bf16", "fp16", "fp32", "int8", "int4", "int4_channel", "int4_mixed", "mxfp4", "fp8"...
         device_name: as ``torch.cuda.get_device_name()`` says it; None: the default entries.
 
     Raises:

@@ -131,19 +131,53 @@ def test_other_formats_do_not_stack() -> None:
         stacked(random_weight("int4 g128", 2, 4, 256), random_weight("int8 g128", 2, 4, 256))
 
 
-@pytest.mark.parametrize(("bits", "group"), [(4, 32), (4, 64), (4, 128), (4, 0), (8, 32), (8, 128), (8, 0)])
+ROUNDED = {kind: sizes for kind, sizes in KINDS.items() if "ordered" not in sizes and "scale_type" not in sizes}
+
+
+@pytest.mark.parametrize("kind", ROUNDED)
 @pytest.mark.parametrize("columns", [256, 208, 16])
-def test_one_expert_at_a_time(bits: int, group: int, columns: int) -> None:
-    w_EOI = torch.randn(3, 5, columns, generator=torch.Generator().manual_seed(0))
-    whole = quantize_experts(w_EOI, bits, group)
-    parts = QuantisedWeight.empty((3, 5, columns), bits=bits, group=group)
+def test_one_expert_at_a_time(kind: str, columns: int) -> None:
+    w_EOI = torch.randn(3, 8, columns, generator=torch.Generator().manual_seed(0))
+    sizes = ROUNDED[kind]
+    whole = quantize_experts(w_EOI, **sizes)
+    parts = QuantisedWeight.empty((3, 8, columns), **sizes)
     for expert in range(3):
         into = parts.experts(expert, expert + 1)
-        assert quantize_experts(w_EOI[expert : expert + 1], bits, group, into=into) is into
+        assert quantize_experts(w_EOI[expert : expert + 1], **sizes, into=into) is into
     for name, part in whole.tensors().items():
         assert torch.equal(part, parts.tensors()[name])
-    error = (dequantize_experts(whole) - w_EOI).abs().max() / w_EOI.abs().max()
-    assert error < (1 / 250 if bits == 8 else 1 / 8)
+
+
+@pytest.mark.parametrize(
+    ("kind", "most"),
+    [("int4 g32", 0.1), ("int4 g128 zeros", 0.13), ("int8 g128", 0.01), ("e4m3 4x128", 0.03), ("e2m1 g32", 0.15)],
+)
+def test_rounding_loses_what_the_format_must(kind: str, most: float) -> None:
+    """rms of the error over rms of normal weights, and no error beyond a value's own neighbours in small floats."""
+    w_EOI = torch.randn(2, 64, 512, generator=torch.Generator().manual_seed(0))
+    q = quantize_experts(w_EOI, **KINDS[kind])
+    error_EOI = dequantize_experts(q) - w_EOI
+    assert most / 2 < error_EOI.square().mean().sqrt() < most
+    if q.codes == "e4m3":
+        assert (error_EOI.abs() <= w_EOI.abs() / 16 + w_EOI.abs().max() / 448 * 2**-10 * 2).all()
+
+
+def test_nearest_e2m1_by_hand() -> None:
+    """Scale 2: 8 and 12 are the largest; halfway values go to the even code; 15 becomes 12, zero groups stay zero."""
+    w_EOI = torch.zeros(1, 1, 64)
+    given = [15.0, -12.0, 0.5, 1.5, 2.5, -5.0, 7.0, 10.0, 0.51]
+    w_EOI[0, 0, : len(given)] = torch.tensor(given)
+    q = quantize_experts(w_EOI, 4, 32, codes="e2m1")
+    assert dequantize_experts(q)[0, 0, : len(given)].tolist() == [12.0, -12.0, 0.0, 2.0, 2.0, -4.0, 8.0, 8.0, 1.0]
+    assert q.scales.tolist() == [[[128, 0]]]
+
+
+def test_zero_points_reach_both_extremes() -> None:
+    w_EOI = torch.full((1, 1, 128), 1.0)
+    w_EOI[0, 0, 5], w_EOI[0, 0, 6] = -2, 13
+    q = quantize_experts(w_EOI, 4, zeros=True)
+    assert (q.scales.item(), q.zeros is not None and q.zeros.item()) == (1.0, 2)
+    assert torch.equal(dequantize_experts(q), w_EOI)
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,7 @@ from bench.bank import DTYPES, QUANTISED, poison
 from bench.shapes import LayerShape, find
 from moe_kernels import backend
 from moe_kernels.quant.op import dequantize_experts, quantize_experts
-from moe_kernels.quant.weight import QuantisedWeight
-
-Weight = Tensor | QuantisedWeight
+from moe_kernels.quant.weight import QuantisedWeight, Weight
 
 TOLERANCE: Final = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 """Norm of the difference over the norm of the float32 result, by the dtype of the activations. One rounding of h and
@@ -106,7 +104,7 @@ def require(condition: bool, message: str) -> None:
 
 
 def _stored(w_EOI: Tensor, dtype: str) -> Weight:
-    return quantize_experts(w_EOI, *QUANTISED[dtype]) if dtype in QUANTISED else w_EOI
+    return quantize_experts(w_EOI, **QUANTISED[dtype]) if dtype in QUANTISED else w_EOI
 
 
 def exact_weight(weight: Weight) -> Tensor:

@@ -11,11 +11,12 @@ from torch import Tensor
 
 from bench import draws
 from bench.bank import DTYPES, QUANTISED
-from bench.checks.base import Check, Weight, exact_weight, kernels, random, references, share
+from bench.checks.base import Check, exact_weight, kernels, random, references, share
 from moe_kernels.activations.op import Activation, gated
 from moe_kernels.experts.op import fused_moe
 from moe_kernels.plan.op import plan
 from moe_kernels.quant.op import quantize_experts
+from moe_kernels.quant.weight import Weight
 from moe_kernels.training.sparse_mlp import sparse_mlp
 
 SIZES: Final = ((256, 128, 16, 4), (1024, 384, 60, 6), (512, 1408, 10, 2))
@@ -91,5 +92,5 @@ def _weights(size: Size, activation: Activation, dtype: str, device: str) -> tup
     w_in = random((experts, inner, hidden), kind, device, seed=1) / math.sqrt(hidden)
     w_down = random((experts, hidden, width), kind, device, seed=2) / math.sqrt(width)
     if dtype in QUANTISED:
-        return quantize_experts(w_in, *QUANTISED[dtype]), quantize_experts(w_down, *QUANTISED[dtype])
+        return quantize_experts(w_in, **QUANTISED[dtype]), quantize_experts(w_down, **QUANTISED[dtype])
     return w_in, w_down

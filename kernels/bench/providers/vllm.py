@@ -17,6 +17,7 @@ from bench.providers.base import Unsupported, require
 from bench.timing import Call
 
 _MOE: Final = "vllm.model_executor.layers.fused_moe"
+MARLIN: Final = ("int8", "int8_channel", "int4", "int4_channel")
 _BLOCK_ROWS: Final = 64
 """Rows per block for ``moe_align_block_size`` where it is measured alone."""
 
@@ -69,13 +70,13 @@ def _routing(case: Case) -> Call:
 def prepare_marlin(case: Case) -> Call:
     """The same integers and scales as ours, repacked the way vLLM repacks a GPTQ checkpoint."""
     require(case.device != "cpu", "Marlin needs a GPU")
-    require(case.op == "fused_moe" and case.dtype in QUANTISED, "Marlin takes integer expert layers only")
+    require(case.op == "fused_moe" and case.dtype in MARLIN, f"Marlin is measured with {MARLIN}")
     require(case.shape.gated, "measured with gated experts")
     fused_marlin_moe = _module(f"{_MOE}.experts.marlin_moe").fused_marlin_moe
     ops = _module("vllm._custom_ops")
     utils = _module("vllm.model_executor.layers.quantization.utils.marlin_utils")
     kinds = _module("vllm.scalar_type").scalar_types
-    kind = kinds.uint4b8 if QUANTISED[case.dtype][0] == 4 else kinds.uint8b128
+    kind = kinds.uint4b8 if QUANTISED[case.dtype]["bits"] == 4 else kinds.uint8b128
     first = tuple(_repack(weight, case.x_TD.dtype, ops, utils) for weight in case.bank.weights(case.dtype, 1)[0])
     layers = [first, *(tuple((q.clone(), s.clone()) for q, s in first) for _ in range(case.copies - 1))]
     workspace = utils.marlin_make_workspace_new(case.x_TD.device, 4)

@@ -14,6 +14,7 @@ from moe_kernels.activations.op import Activation, activate
 from moe_kernels.grouped_gemm.op import grouped_product
 from moe_kernels.plan.op import local_ids
 from moe_kernels.plan.types import Plan
+from moe_kernels.quant.cached import expert_product
 from moe_kernels.quant.weight import QuantisedWeight, Weight
 
 
@@ -80,7 +81,7 @@ def _quantised_product(x_NI: Tensor, q: QuantisedWeight, ends_E: Tensor) -> Tens
     start = 0
     for expert, end in enumerate(ends_E.tolist()):
         if end > start:
-            out_NO[start:end] = q.forms.of(q, expert, x_NI.dtype).product(x_NI[start:end])
+            out_NO[start:end] = expert_product(q, expert, x_NI[start:end])
         start = end
     return out_NO
 

@@ -1,69 +1,39 @@
 """One expert's product on a CPU: from a form that torch's own kernels take, made when the expert is first hit and kept.
 
 Bfloat16 rows meet int4, and int8 per channel, in torch's weight-only products, which sum in float32 and do not round
-the rows; scales are bfloat16 there. Everything else is multiplied by the expert's numbers in the rows' dtype. A weight
-keeps the last used forms, of :data:`SHARE` of its own bytes. Legend: N rows, O and I features, G groups.
+the rows; scales are bfloat16 there. Everything else is multiplied by the expert's numbers in the rows' dtype.
+Legend: N rows, O and I features, G groups.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from dataclasses import dataclass, field
 from functools import partial
-from threading import Lock
-from typing import TYPE_CHECKING, Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from moe_kernels.quant.weight import QuantisedWeight
+from moe_kernels.quant.forms import Form
+from moe_kernels.quant.packing import unpack, values
+from moe_kernels.quant.weight import QuantisedWeight
 
 SHARE: Final = 9 / 8
-"""The int4 forms of all experts fit, whose scales take twice the bytes."""
+"""Of a weight's bytes, what its forms may take: all int4 ones fit, whose scales take twice the bytes."""
 _INT4_GROUPS: Final = (256, 128, 64, 32)
 """Columns that may share a scale in torch's int4 product."""
 _INT4_ROWS: Final = 16
 """Its matrices have a multiple of so many rows."""
 
 
-@dataclass(frozen=True, slots=True)
-class Form:
-    """``product(x_NI)`` is ``x_NI w^T``; ``nbytes``: of what it holds."""
-
-    product: partial[Tensor]
-    nbytes: int
-
-
-@dataclass(slots=True)
-class Forms:
-    """Of one weight, by expert and dtype of rows; forgotten when the weight is written to."""
-
-    kept: OrderedDict[tuple[Any, ...], Form] = field(default_factory=OrderedDict)
-    lock: Lock = field(default_factory=Lock)
-
-    def of(self, q: QuantisedWeight, expert: int, dtype: torch.dtype) -> Form:
-        written = tuple(0 if part.is_inference() else part._version for part in q.tensors().values())
-        key = (expert, dtype, written)
-        with self.lock:
-            found = self.kept.get(key)
-            if found is not None:
-                self.kept.move_to_end(key)
-                return found
-        made = _form(q.experts(expert, expert + 1), dtype)
-        with self.lock:
-            self.kept[key] = made
-            for old in [old for old in self.kept if old[2] != written]:
-                del self.kept[old]
-            held = sum(form.nbytes for form in self.kept.values())
-            while held > SHARE * q.nbytes and len(self.kept) > 1:
-                held -= self.kept.popitem(last=False)[1].nbytes
-        return made
+def expert_product(q: QuantisedWeight, expert: int, x_NI: Tensor) -> Tensor:
+    """``x_NI w[expert]^T`` in x's dtype."""
+    written = tuple(0 if part.is_inference() else part._version for part in q.tensors().values())
+    make = partial(_form, q, expert, x_NI.dtype)
+    return q.forms.get((expert, x_NI.dtype), written, SHARE * q.nbytes, make).product(x_NI)
 
 
-def _form(one: QuantisedWeight, dtype: torch.dtype) -> Form:
-    from moe_kernels.quant.packing import values
-
+def _form(q: QuantisedWeight, expert: int, dtype: torch.dtype) -> Form:
+    one = q.experts(expert, expert + 1)
     if dtype == torch.bfloat16 and one.codes == "int" and one.scale_rows == 1 and one.order is None:
         group = next((size for size in _INT4_GROUPS if (one.group or size) == size and one.in_features % size == 0), 0)
         if one.bits == 4 and group and one.shape[1] % _INT4_ROWS == 0:
@@ -78,8 +48,6 @@ def _form(one: QuantisedWeight, dtype: torch.dtype) -> Form:
 
 def _int4_form(one: QuantisedWeight, group: int) -> Form:
     """torch's product has (code - 8) x scale + offset."""
-    from moe_kernels.quant.packing import unpack
-
     codes_OI = unpack(one.packed[0], 4, one.in_features).int()
     packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes_OI, 2)
     scales_OG = one.scales[0].float()

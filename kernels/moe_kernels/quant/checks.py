@@ -44,10 +44,10 @@ def stored_columns(in_features: int, bits: int) -> int:
     return -(-in_features // RUN) * (RUN // 2) if bits == 4 else in_features
 
 
-def check_quantise(w_EOI: Tensor, bits: int, group: int) -> None:
+def check_quantise(w_EOI: Tensor, bits: int, group: int, codes: Codes) -> None:
     require_tensors(weights=w_EOI)
     require(not w_EOI.is_meta, f"weights must have values, found {describe(w_EOI)} on meta")
-    check_format(bits, group, "int")
+    check_format(bits, group, codes)
     fits = w_EOI.dim() == 3 and w_EOI.dtype in FLOATS
     require(fits, f"weights must be [E, O, I] in {FLOATS}, found {describe(w_EOI)}")
     check_columns(w_EOI.shape[2])
@@ -91,7 +91,10 @@ def check_quantised(
             check_device(part, packed, name, "packed weights")
             require(part.is_contiguous(), f"{name} must be contiguous, found {describe(part)}")
     # Kernels load 16 bytes at a time.
-    require(packed.data_ptr() % 16 == 0, "packed weights must be contiguous and start at a multiple of 16 bytes")
+    require(
+        packed.is_meta or packed.data_ptr() % 16 == 0,
+        "packed weights must be contiguous and start at a multiple of 16 bytes",
+    )
 
 
 def check_format(bits: int, group: int, codes: Codes) -> None:

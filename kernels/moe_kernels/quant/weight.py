@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from moe_kernels.arguments import is_integer, require
-from moe_kernels.quant.cached import Forms
 from moe_kernels.quant.checks import RUN, SCALE_TYPES, Codes, check_quantised, groups_of, stored_columns
+from moe_kernels.quant.forms import Forms
 
 PARTS: Final = ("packed", "scales", "zeros", "order")
 """The tensors of a weight."""
@@ -103,8 +103,12 @@ class QuantisedWeight:
 
     @property
     def dtype_name(self) -> str:
-        """The key of tile tables: "int8", "int4" (groups), "int8_channel", "int4_channel", whatever the codes mean."""
-        return f"int{self.bits}" + ("" if self.group else "_channel")
+        """The key of tile tables: "int8", "int4" (groups of 128), "int8_channel", "int4_channel"; "int4_mixed" and
+        "int8_mixed" with zero points, other groups or padding; "fp8", "mxfp4".
+        """
+        if self.codes != "int":
+            return {"e4m3": "fp8", "e2m1": "mxfp4"}[self.codes]
+        return f"int{self.bits}" + ("_mixed" if not self.plain else "" if self.group else "_channel")
 
     @property
     def format(self) -> str:

@@ -18,6 +18,10 @@ def test_bytes_of_an_expert_by_hand() -> None:
     assert floors.expert_bytes(qwen, "int8") == weights + 2 * weights / 128
     assert floors.expert_bytes(qwen, "int4") == weights / 2 + 2 * weights / 128
     assert floors.expert_bytes(qwen, "int4_channel") == weights / 2 + 2 * (2 * 768 + 2048)
+    assert floors.expert_bytes(qwen, "int4_mixed") == weights / 2 + 3 * weights / 128
+    assert floors.expert_bytes(qwen, "int4_g32") == weights / 2 + 3 * weights / 32
+    assert floors.expert_bytes(qwen, "fp8") == weights + 4 * weights / 128**2
+    assert floors.expert_bytes(qwen, "mxfp4") == weights / 2 + weights / 32
 
 
 def test_an_ungated_expert_has_two_matrices() -> None:

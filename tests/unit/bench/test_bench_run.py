@@ -16,7 +16,7 @@ from testkit.pictures import texts
 from torch import Tensor
 
 from bench import plot, render, results, run
-from bench.bank import Bank
+from bench.bank import QUANTISED, Bank
 from bench.case import Case, checked_rows, make
 from bench.draws import uniform
 from bench.machine import Machine
@@ -129,7 +129,7 @@ def test_a_wrong_or_unwritten_output_has_no_time(rows: int, harm: Callable[[obje
     assert found.error.startswith(error)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "int8", "int8_channel", "int4", "int4_channel"])
+@pytest.mark.parametrize("dtype", ["fp32", *QUANTISED])
 def test_providers_agree_with_the_float32_reference(dtype: str) -> None:
     names = ["ours", "grouped_mm", "torch", "transformers"] if dtype == "fp32" else ["ours", "torch"]
     rows = list(measure_case(case_of(9, dtype), {name: PROVIDERS[name] for name in names}, CPU))

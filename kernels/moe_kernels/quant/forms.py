@@ -1,0 +1,41 @@
+"""What one weight keeps between calls on a CPU: forms of its experts that torch's products take, the last used ones."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from threading import Lock
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """``product(x_NI)`` is ``x_NI w^T`` for one expert's w; ``nbytes``: of what it holds."""
+
+    product: Callable[[Tensor], Tensor]
+    nbytes: int
+
+
+@dataclass(slots=True)
+class Forms:
+    """By key, at most so many bytes; ``written`` counts writes to the weight, and a form of before one is forgotten."""
+
+    kept: OrderedDict[Hashable, tuple[Hashable, Form]] = field(default_factory=OrderedDict)
+    lock: Lock = field(default_factory=Lock)
+
+    def get(self, key: Hashable, written: Hashable, most_bytes: float, make: Callable[[], Form]) -> Form:
+        with self.lock:
+            found = self.kept.get(key)
+            if found is not None and found[0] == written:
+                self.kept.move_to_end(key)
+                return found[1]
+        made = make()
+        with self.lock:
+            self.kept[key] = written, made
+            self.kept.move_to_end(key)
+            held = sum(form.nbytes for _, form in self.kept.values())
+            while held > most_bytes and len(self.kept) > 1:
+                held -= self.kept.popitem(last=False)[1][1].nbytes
+        return made
