@@ -59,6 +59,8 @@ KINDS: Mapping[ExpertFormat, Kind] = {
     "int8": Kind(bits=8, group=0),
     "int4": Kind(bits=4, group=_RUN),
     "int4-channel": Kind(bits=4, group=0),
+    "fp8": Kind(bits=8, group=128, codes="e4m3", scale_rows=128, scale_type="float32"),
+    "mxfp4": Kind(bits=4, group=32, codes="e2m1", scale_type="uint8"),
 }
 """What each value of --expert-format rounds to. "auto" and "dense" round nothing."""
 

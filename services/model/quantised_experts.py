@@ -104,7 +104,7 @@ class QuantisedLoader:
             part = slice(index, index + 1)
             try:
                 for weight, staged in ((w_in, in_E2FD[part]), (w_down, down_EDF[part])):
-                    quantize_experts(staged, kind.bits, kind.group, into=weight.experts(slot, slot + 1))
+                    _round_into(weight.experts(slot, slot + 1), staged, kind)
             except ArgumentError as error:
                 raise _unfit(kind, places[3 * index : 3 * index + 3], error) from error
 
@@ -116,6 +116,11 @@ class QuantisedLoader:
             self._staged = tuple(empty(shape, torch.float32, self._device) for shape in shapes)  # type: ignore[assignment]
         assert self._staged is not None
         return self._staged
+
+
+def _round_into(weight: QuantisedWeight, staged: Tensor, kind: Kind) -> None:
+    form = {"codes": kind.codes, "scale_rows": kind.scale_rows, "zeros": kind.zeros}
+    quantize_experts(staged, kind.bits, kind.group, **form, into=weight)  # type: ignore[arg-type]
 
 
 def _put(weight: QuantisedWeight, slot: int, expert: QuantisedWeight) -> None:

@@ -34,7 +34,7 @@ CASES: list[tuple[str, ExpertFormat, int]] = [
     ("local", "int4", 128),
     ("apart", "int8", 64),
     ("apart", "auto", 64),
-    ("colocated", "int4-channel", 128),
+    ("colocated", "mxfp4", 128),
     ("lockstep", "int4", 256),
 ]
 """Layout, format, width of the experts. "auto" is of a GPTQ checkpoint in int8, which is held as it is."""

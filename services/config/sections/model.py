@@ -9,7 +9,7 @@ from pydantic import BaseModel, field_validator
 
 from services.config.fields import ATTENTION, COMPUTING, GATEWAY, WITH_MODEL, setting
 
-ExpertFormat = Literal["auto", "dense", "int8", "int4", "int4-channel"]
+ExpertFormat = Literal["auto", "dense", "int8", "int4", "int4-channel", "fp8", "mxfp4"]
 
 
 class ModelSettings(BaseModel):
@@ -46,8 +46,8 @@ class ModelSettings(BaseModel):
         "auto",
         "how the weights of experts are held in memory. auto: as the checkpoint has them if kernels take that, else in "
         "--dtype; dense: in --dtype; int8: rounded to 8 bits with a scale for each row; int4: to 4 bits with a scale "
-        "for each 128 columns; int4-channel: to 4 bits with a scale for each row. Attention and expert workers need "
-        "the same",
+        "for each 128 columns; int4-channel: to 4 bits with a scale for each row; fp8: to FP8 in blocks of 128 x 128; "
+        "mxfp4: to FP4 with a scale for each 32 columns. Attention and expert workers need the same",
         common=True,
         roles=COMPUTING,
     )

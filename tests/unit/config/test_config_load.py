@@ -551,6 +551,15 @@ def test_what_fits_together_is_taken(role: str, argv: str) -> None:
     assert taken == dict(zip(words[::2], words[1::2], strict=True))
 
 
+@pytest.mark.parametrize("role", ["attention", "experts"])
+def test_batch_invariant_products_are_of_dense_experts(role: str) -> None:
+    words = f"{_REMOTE if role == 'attention' else _SECRET} --batch-invariant"
+    assert _load(role, words).held_experts == "dense"
+    assert _load(role, f"{words} --expert-format dense").held_experts == "dense"
+    with pytest.raises(ConfigError, match="--batch-invariant cannot be combined with --expert-format int4"):
+        _load(role, f"{words} --expert-format int4")
+
+
 @pytest.mark.parametrize(("role", "argv"), [("attention", _REMOTE), ("experts", _SECRET), ("colocated", _SECRET)])
 def test_where_experts_have_seats_answers_may_be_batch_invariant(role: str, argv: str) -> None:
     assert _load(role, f"{argv} --batch-invariant").batch_invariant

@@ -26,14 +26,14 @@ from services.model.experts import ExpertShard, ExpertWeights, sliced
 from services.model.held_experts import expert_bytes
 from services.model.load_spec import load_spec
 from services.model.names import TensorNames
-from services.model.reference import ReferenceModel, rounded
+from services.model.reference import ROUNDED, ReferenceModel
 from services.model.spec import ModelSpec
 from services.model.weight_source import RandomWeights
 from services.model.weights import load_experts
 from services.model.weights_sample import with_weights
 
 CPU = torch.device("cpu")
-ROUNDED: list[ExpertFormat] = ["int8", "int4", "int4-channel"]
+FORMS: list[ExpertFormat] = ["int8", "int4", "int4-channel", "fp8", "mxfp4"]
 WIDE = {"hidden_size": 128, "head_dim": 32, "moe_intermediate_size": 256, "num_experts": 4}
 STORED: dict[str, tuple[Format, str]] = {
     "ct-int4-g128": (Format(encode=compressed(4, 128), config=ct("pack-quantized", 4, 128)), "int4-g128"),
@@ -91,27 +91,29 @@ def values(weight: object) -> torch.Tensor:
     return dequantize_experts(weight)
 
 
-def expected(folder: Path, spec: ModelSpec, layer: int, bits: int = 0, group: int = 0) -> tuple[torch.Tensor, ...]:
-    """What each expert's matrices stand for, from the checkpoint; rounded if there are ``bits``."""
+def expected(
+    folder: Path, spec: ModelSpec, layer: int, form: ExpertFormat = "dense"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What each expert's matrices stand for, from the checkpoint; rounded if ``form`` rounds."""
     with Checkpoint(folder, spec) as checkpoint:
 
         def value(name: str) -> torch.Tensor:
             weight = checkpoint.read(name).float()
-            return rounded(weight, bits, group) if bits else weight
+            return ROUNDED[form](weight) if form in ROUNDED else weight
 
         ffns = [TensorNames(spec.family).expert(layer, expert) for expert in range(spec.num_experts)]
         w_in = torch.stack([torch.cat([value(ffn.gate), value(ffn.up)]) for ffn in ffns])
         return w_in, torch.stack([value(ffn.down) for ffn in ffns])
 
 
-@pytest.mark.parametrize("expert_format", ROUNDED)
+@pytest.mark.parametrize("expert_format", FORMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rounded_while_they_are_loaded(plain: Path, expert_format: ExpertFormat, dtype: torch.dtype) -> None:
     """Codes are of the stored values, whatever the serving dtype."""
     spec, kind = served(plain, expert_format), KINDS[expert_format]
     held = loaded(plain, spec, dtype)
     for layer, experts in held.items():
-        w_in, w_down = expected(plain, spec, layer, kind.bits, kind.group)
+        w_in, w_down = expected(plain, spec, layer, expert_format)
         assert torch.equal(values(experts.w_gate_up_E2FD), w_in)
         assert torch.equal(values(experts.w_down_EDF), w_down)
     assert sum(experts.nbytes for experts in held.values()) == expert_bytes(spec, 4)
@@ -162,7 +164,7 @@ def test_integers_of_another_form_are_dequantised_and_rounded(plain: Path, tmp_p
     folder = quantise(plain, tmp_path, FORMATS["awq"]).folder
     assert served(folder, "auto").experts.label == ""
     spec = served(folder, "int4")
-    w_down = expected(folder, spec, 1, 4, 128)[1]
+    w_down = expected(folder, spec, 1, "int4")[1]
     assert torch.equal(values(loaded(folder, spec)[1].w_down_EDF), w_down)
 
 
@@ -177,7 +179,7 @@ def test_random_weights_are_rounded_too(plain: Path) -> None:
     assert isinstance(experts[0].w_down_EDF, QuantisedWeight)
 
 
-@pytest.mark.parametrize("expert_format", ROUNDED)
+@pytest.mark.parametrize("expert_format", FORMS)
 def test_slices_add_up_to_the_whole(plain: Path, expert_format: ExpertFormat) -> None:
     spec = served(plain, expert_format)
     whole = loaded(plain, spec)[0]
