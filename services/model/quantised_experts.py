@@ -1,7 +1,8 @@
 """Loads experts that are held quantised, some at a time: those stored so as they are, others rounded here.
 
-Beyond the result, memory holds a few experts in float32: as many as :data:`STAGED_BYTES` hold, one at least, and what
-rounding one of them takes. Legend: E experts, F expert width, D hidden size.
+Beyond the result, memory holds a few experts in float32: as many as :data:`STAGED_BYTES`, on a GPU as
+:data:`STAGED_GPU_BYTES` hold, one at least, and what rounding one of them takes.
+Legend: E experts, F expert width, D hidden size.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from services.model.weight_source import Tensors
 
 STAGED_BYTES = 64 << 20
 """Experts that are read at a time, in float32: enough for all threads that read to have work."""
+STAGED_GPU_BYTES = 512 << 20
+"""The same on a GPU, where each time costs pinned buffers, a stream for each thread and an emptied cache."""
 
 
 def empty_weight(kind: Kind, shape: tuple[int, int, int], device: torch.device) -> QuantisedWeight:
@@ -56,7 +59,8 @@ class QuantisedLoader:
     ) -> None:
         self._tensors, self._hidden, self._width = tensors, hidden, width
         self._device, self._advance = device, advance
-        self._at_once = max(1, STAGED_BYTES // (4 * 3 * hidden * width))
+        staged = STAGED_GPU_BYTES if device.type == "cuda" else STAGED_BYTES
+        self._at_once = max(1, staged // (4 * 3 * hidden * width))
         self._staged: tuple[Tensor, Tensor] | None = None
 
     def layer(self, kind: Kind, expert_ids: tuple[int, ...], ffns: Sequence[FfnNames]) -> ExpertWeights:

@@ -173,6 +173,26 @@ def test_asked_for_what_the_checkpoint_has_nothing_is_rounded_again(plain: Path,
     assert served(folder, "int4") == served(folder, "auto")
 
 
+def test_a_layer_whose_experts_are_not_all_stored_alike_is_dense(plain: Path, tmp_path: Path) -> None:
+    """For whoever holds none of those that differ, too. "int4" rounds the one that is left, and takes the others."""
+    left = "model.layers.0.mlp.experts.3.down_proj"
+    form = STORED["ct-int4-g128"][0]
+    form = dataclasses.replace(form, left=(left,), config={**form.config, "ignore": [left]})
+    folder = quantise(plain, tmp_path, form).folder
+    spec = served(folder, "auto")
+    assert [spec.experts.of(layer) is None for layer in spec.moe_layers] == [True, False]
+    assert spec.experts.label.startswith("dense.int4-g128-")
+    share = load_experts(folder, spec, dtype=torch.float32, device=CPU, experts={0: (0, 1), 1: (0, 1)})
+    assert isinstance(share[0].w_down_EDF, torch.Tensor)
+    assert isinstance(share[1].w_down_EDF, QuantisedWeight)
+    rounded = served(folder, "int4")
+    w_down = values(loaded(folder, rounded)[0].w_down_EDF)
+    assert torch.equal(w_down[3], expected(folder, rounded, 0, "int4")[1][3])
+    write_digests(folder)
+    assert read_digests(folder, spec, spec.dtype) is not None
+    assert read_digests(folder, spec, "bfloat16") is None, "layer 0 is in the checkpoint's own dtype"
+
+
 def test_random_weights_are_rounded_too(plain: Path) -> None:
     spec = RandomWeights().spec(plain, "int8")
     experts = load_experts(plain, spec, dtype=torch.float32, device=CPU, source=RandomWeights())
