@@ -97,7 +97,7 @@ def _gemv(shape: LayerShape, dtype: str, *, down: bool) -> Iterator[Tiles]:
     """
     prefix, parts = ("DOWN_", 1 << (shape.k - 1).bit_length()) if down else ("", 2 if shape.gated else 1)
     per_chunk = int(16 / WEIGHT_BYTES[dtype])
-    stages = (1, 2) if dtype.startswith("int") else (1, 2, 4)
+    stages = (1, 2) if WEIGHT_BYTES[dtype] < 2 else (1, 2, 4)
     for change in _cross(num_warps=(1, 2, 4), BLOCK_N=(1, 2, 4, 8), num_stages=stages):
         for chunks in (1, 2):
             if 2 <= change["BLOCK_N"] * parts * chunks <= 16:
@@ -107,7 +107,7 @@ def _gemv(shape: LayerShape, dtype: str, *, down: bool) -> Iterator[Tiles]:
 
 def _small(shape: LayerShape, rows: int, dtype: str, *, down: bool) -> Iterator[Tiles]:
     """Tokens of an expert fill BLOCK_M; int4 reads whole runs of 128 columns."""
-    blocks_k = (128, 256) if dtype.startswith("int4") else (64, 128, 256)
+    blocks_k = (128, 256) if WEIGHT_BYTES[dtype] == 0.5 else (64, 128, 256)
     splits = {"SPLIT_K": (1, 2, 4)} if down else {}
     yield from _cross(
         BLOCK_M=_row_blocks(shape, rows, 64), BLOCK_N=(64, 128), BLOCK_K=blocks_k, num_warps=(4, 8),
@@ -120,14 +120,14 @@ def _large(shape: LayerShape, rows: int, dtype: str, *, down: bool) -> Iterator[
 
     The rows of a tile are the plan's, which takes them from "large.in".
     """
-    most = 128 if dtype.startswith("int") else 64
-    swap = dtype.startswith("int") or rows <= SWAP_MAX_ROWS
+    most = 128 if WEIGHT_BYTES[dtype] < 2 else 64
+    swap = WEIGHT_BYTES[dtype] < 2 or rows <= SWAP_MAX_ROWS
     blocks_m = {} if down else {"BLOCK_M": _row_blocks(shape, rows, most)[-3:]}
     if swap:
         yield from _cross(
             SWAP=(1,), TMA=(1,), BLOCK_N=(64, 128), BLOCK_K=(64, 128), num_warps=(4, 8), num_stages=(3, 4), **blocks_m
         )
-    if not dtype.startswith("int"):
+    if not WEIGHT_BYTES[dtype] < 2:
         blocks_m = {} if down else {"BLOCK_M": _row_blocks(shape, rows, 128)[-3:]}
         yield from _cross(
             SWAP=(0,), BLOCK_N=(64, 128, 256), BLOCK_K=(64,), num_warps=(4, 8), num_stages=(3, 4), PERSIST=(0, 1),
