@@ -1,9 +1,8 @@
 """What holding experts quantised changes of the pocket model's answers: perplexity and tokens, through the server.
 
-    PYTHONPATH=.:kernels:tests:examples/pocket-moe python3 perf/server/expert_formats.py     (two CPU cores, 15 minutes)
+    PYTHONPATH=.:kernels:tests:examples/pocket-moe python3 perf/server/expert_formats.py     (two CPU cores, 25 minutes)
 
-The pocket model is rounded by `expertmesh serve --expert-format`, or stored in FP8 blocks and MXFP4 first and then held
-as it is stored ("auto"). Of each server, in bfloat16:
+The pocket model is rounded by `expertmesh serve --expert-format`. Of each server, in bfloat16:
 
     perplexity   of this repository's documents, which no model was trained on, in pieces of 256 tokens: by the
                  log-probabilities that the server gives for prompts (echo, logprobs, one token)
@@ -21,16 +20,12 @@ import asyncio
 import math
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from itertools import takewhile
 from pathlib import Path
 
 import httpx
 import torch
-from safetensors.torch import load_file
-from testkit.models.quantised_checkpoints import WEIGHTS, quantise
-from testkit.models.quantisers import FORMATS, Format
 from testkit.pocket.answers import POCKET, complete_all, recorded, serve_pocket
 from testkit.processes.servers import bench
 from tokenizers import Tokenizer
@@ -43,13 +38,7 @@ from services.model.weights_sample import with_weights
 
 MODEL, ROOT = POCKET / "model", Path(__file__).parents[2]
 PIECE, AT_ONCE = 256, 32
-STORED = {"fp8 128 x 128": "fp8-block-bf16-scales", "mxfp4": "mxfp4"}
-ASKED: Mapping[str, ExpertFormat] = {
-    "dense": "dense",
-    "int8 per channel": "int8",
-    "int4 per channel": "int4-channel",
-    "int4 by 128": "int4",
-}
+FORMATS: tuple[ExpertFormat, ...] = ("dense", "int8", "int4-channel", "int4", "fp8", "mxfp4")
 
 
 def pieces(most: int) -> list[list[int]]:
@@ -83,36 +72,21 @@ def agreed(answers: Sequence[list[int]], dense: Sequence[list[int]]) -> tuple[in
     return sum(mine != theirs for mine, theirs in pairs), same / sum(map(len, dense))
 
 
-def folders(to: Path) -> dict[str, tuple[Path, ExpertFormat]]:
-    found: dict[str, tuple[Path, ExpertFormat]] = {name: (MODEL, form) for name, form in ASKED.items()}
-    for name, form in STORED.items():
-        (to / form).mkdir()
-        found[name] = (quantise(MODEL, to / form, experts_alone(form)).folder, "auto")
-    return found
-
-
-def experts_alone(form: str) -> Format:
-    """The format with all other layers as they are, which its list of those that stay has to say."""
-    names = load_file(MODEL / WEIGHTS)
-    others = sorted(name.removesuffix(".weight") for name in names if "_proj" in name and "experts" not in name)
-    config = {**FORMATS[form].config, "modules_to_not_convert": others}
-    return replace(FORMATS[form], experts_only=True, left=tuple(others), config=config)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pieces", type=int, default=160)
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--formats", nargs="+", default=FORMATS, help="the first one is what others are compared with")
     options = parser.parse_args()
     texts, wanted = pieces(options.pieces), recorded()
     print(f"{len(texts) * (PIECE - 1):,} tokens of documents, {len(wanted)} answers, {options.dtype}, CPU")
     dense: tuple[float, list[list[int]]] | None = None
     with tempfile.TemporaryDirectory() as place:
-        for name, (folder, form) in folders(Path(place)).items():
-            spec = with_weights(load_spec(folder), folder, form)
-            (own := Path(place) / name.replace(" ", "-")).mkdir()
+        for form in options.formats:
+            spec = with_weights(load_spec(MODEL), MODEL, form)
+            (own := Path(place) / form).mkdir()
             with bench(own) as stage:
-                server = serve_pocket(stage, folder, dtype=options.dtype, threads=2, lease=30, expert_format=form)
+                server = serve_pocket(stage, dtype=options.dtype, threads=2, lease=30, expert_format=form)
                 began = time.perf_counter()
                 choices = asyncio.run(complete_all(server.url, wanted, AT_ONCE))
                 seconds = time.perf_counter() - began
@@ -124,7 +98,7 @@ def main() -> None:
             cost = Cost(gpus=1, gpu_hours=seconds / 3600, output_tokens_per_gpu_hour=3600 * rate, price=1.0)
             itemsize = getattr(torch, options.dtype).itemsize
             print(
-                f"{name:18} perplexity {math.exp(mean):.3f} (x {math.exp(mean - dense[0]):.4f})  answers {differ:3}  "
+                f"{form:12} perplexity {math.exp(mean):.3f} (x {math.exp(mean - dense[0]):.4f})  answers {differ:3}  "
                 f"agreed {share:.1%}  {rate:.0f} tokens/s, a million {cost.per_million_output_tokens:.2f}  "
                 f"{expert_bytes(spec, itemsize) / 2**20:.2f} MiB",
                 flush=True,

@@ -20,8 +20,8 @@ class Fetch(Message, frozen=True, kw_only=True):
 
 
 class Weights(Message, frozen=True, kw_only=True):
-    """Announces a tensor on the lane, with its :func:`services.fabric.nccl.weights.checksum`: a dense matrix, in the
-    serving dtype."""
+    """Announces a tensor on the lane, with its :func:`services.fabric.nccl.weights.checksum`, as the release before
+    does: a dense matrix, in the serving dtype."""
 
     layer: int
     name: str
@@ -30,7 +30,7 @@ class Weights(Message, frozen=True, kw_only=True):
 
 
 class TypedWeights(Weights, frozen=True, kw_only=True):
-    """Announces one of several tensors of a quantised matrix. ``dtype`` is torch's name; that of a :class:`Weights`,
-    which is all that the release before sends, is empty."""
+    """Announces a dense matrix, or one of several tensors of a quantised one. ``dtype`` is torch's name; it is empty
+    where the other side is of the release before, which in turn does not read it."""
 
     dtype: str = ""

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-import msgspec
 import torch
 from torch import Tensor
 
 from services.errors import CallFailed, LaneFailed, WireError
-from services.fabric.nccl.messages import Fetch, TypedWeights, Weights
+from services.fabric.nccl.messages import Fetch, TypedWeights
 from services.fabric.tcp.connect import Facts, connect, prove
 from services.fabric.tcp.extension import ServerExtension
 from services.fabric.tcp.frames import Failed, Frame, Kind, message_of
@@ -84,11 +83,10 @@ class WeightsGiver(ServerExtension):
             peer.send(Kind.WEIGHTS, message, rows=tensor, by_lane=True)
 
 
-def _announcement(layer: int, name: str, tensor: Tensor) -> Weights:
-    message = Weights(layer=layer, name=name, shape=tuple(tensor.shape), checksum=checksum(tensor))
-    if "." not in name:
-        return message
-    return TypedWeights(**msgspec.structs.asdict(message), dtype=_name(tensor.dtype))
+def _announcement(layer: int, name: str, tensor: Tensor) -> TypedWeights:
+    return TypedWeights(
+        layer=layer, name=name, shape=tuple(tensor.shape), checksum=checksum(tensor), dtype=_name(tensor.dtype)
+    )
 
 
 def fetch(
@@ -157,7 +155,7 @@ def _next_weights(peer: Peer, stopped: Callable[[], bool]) -> TypedWeights:
     raise CallFailed("Loading was stopped.")
 
 
-def _receive(peer: Peer, message: Weights, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _receive(peer: Peer, message: TypedWeights, dtype: torch.dtype, device: torch.device) -> Tensor:
     into = torch.empty(message.shape, dtype=dtype, device=device)
     if into.is_cuda:  # kernels may still read what this memory held before
         torch.cuda.current_stream(device).synchronize()
