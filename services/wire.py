@@ -28,3 +28,32 @@ def read(decoder: msgspec.msgpack.Decoder[T], what: str, data: bytes) -> T:
         return decoder.decode(data)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise UnreadableMessage(f"{what} of {len(data)} bytes cannot be read: {error}.") from error
+
+
+def with_label(weights: str, label: str) -> str:
+    """Return the hash of a model's weights with how its experts are held, as workers know of one another. Dense ones,
+    as all were in the release before, have no label.
+
+    >>> with_label("9f", "int4-g128"), with_label("9f", "")
+    ('9f+int4-g128', '9f')
+    """
+    return f"{weights}+{label}" if label else weights
+
+
+def format_of(weights: str) -> str:
+    """Return how experts are held, out of what :func:`with_label` returned.
+
+    >>> format_of("9f+int4-g128"), format_of("9f")
+    ('int4-g128', 'dense')
+    """
+    return weights.partition("+")[2] or "dense"
+
+
+def differ_in_format(one: str, other: str) -> bool:
+    """Return whether two workers hold experts in different ways, whose weights are else the same, or are not known.
+
+    >>> differ_in_format("9f+int8-channel", "9f"), differ_in_format("9f+int8-channel", ""), differ_in_format("9f", "8e")
+    (True, True, False)
+    """
+    hashes = {weights.partition("+")[0] for weights in (one, other)} - {""}
+    return len(hashes) < 2 and format_of(one) != format_of(other)

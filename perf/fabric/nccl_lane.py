@@ -195,10 +195,14 @@ class Bench:
             hello=kit.hello(WIDE, "bfloat16"), secret=kit.SECRET, timing=kit.TIMING, max_bytes=kit.MAX_BYTES,
             lanes=self.lanes,
         )  # fmt: skip
-        shapes, wanted = kit.shapes_of(self.layers, self.mib), {layer: range(EXPERTS) for layer in range(self.layers)}
+        wanted = {layer: range(EXPERTS) for layer in range(self.layers)}
+        forms = {
+            layer: {name: (shape, torch.bfloat16) for name, shape in shapes.items()}
+            for layer, shapes in kit.shapes_of(self.layers, self.mib).items()
+        }
         for attempt in range(2):
             began = time.perf_counter()
-            got = fetch(self.wide[2], facts, wanted, shapes, torch.bfloat16)
+            got = fetch(self.wide[2], facts, wanted, forms)
             seconds = time.perf_counter() - began
             nbytes = sum(tensor.nbytes for layer in got.values() for tensor in layer.values())
             self.report("weights to a joining worker, with connection, lane, checksums", attempt=attempt,

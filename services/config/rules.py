@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from services.config.fields import ATTENTION, COLOCATED, EXPERTS, GATEWAY, SCHEDULER, WORKERS, Role, option
+from services.config.fields import ATTENTION, COLOCATED, COMPUTING, EXPERTS, GATEWAY, SCHEDULER, WORKERS, Role, option
 from services.config.settings import Settings
 from services.errors import ConfigError
 
@@ -274,6 +274,15 @@ def _ranks_share_sums(settings: Settings, role: Role | None) -> None:
         )
 
 
+def _invariant_products_are_dense(settings: Settings, role: Role | None) -> None:
+    if settings.batch_invariant and settings.held_experts != "dense" and role in (None, *COMPUTING):
+        raise ConfigError(
+            f"--batch-invariant cannot be combined with --expert-format {settings.expert_format}: products that treat "
+            "each row by itself take no integers.",
+            hint="Choose --expert-format dense, or leave --batch-invariant out.",
+        )
+
+
 def _connects(settings: Settings, role: Role | None) -> bool:
     """Returns whether rows go between this process and attention or expert workers."""
     return role == EXPERTS or (role == ATTENTION and settings.uses_seats)
@@ -296,6 +305,7 @@ RULES: tuple[Rule, ...] = (
     _ranks_can_meet,
     _slices_divide_the_ranks,
     _ranks_share_sums,
+    _invariant_products_are_dense,
     _rows_have_a_secret,
     _names_are_proven,
     _encrypted_rows_have_no_lane,

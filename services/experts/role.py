@@ -73,7 +73,8 @@ class ExpertsRole:
         assert settings.model is not None, "load_settings requires it of this role"
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
-        self._settings, self._spec = settings, with_weights(load_spec(settings.model), settings.model)
+        self._settings = settings
+        self._spec = with_weights(load_spec(settings.model), settings.model, settings.held_experts)
         if not self._spec.moe_layers:
             raise ConfigError(f"The model in {settings.model} has no experts.", hint="Serve it without expert workers.")
         self._metrics, self._colocated, self._tracer = ExpertMetrics(registry), colocated, tracer
@@ -107,7 +108,7 @@ class ExpertsRole:
             load=loader,
             timing=Timing(lease=settings.lease, drain=settings.drain_timeout),
         )
-        log.info("expert worker %s on %s", name, device)
+        log.info("expert worker %s on %s, experts are held %s", name, device, self._spec.experts.title)
         observer = ExpertsObserver(self._metrics, worker, loader.faults, by_layer=settings.layer_series)
         memory = partial(show_memory, self._metrics.gpu_memory, device)
         traced = () if self._tracer is None else (partial(_end_idle, worker),)

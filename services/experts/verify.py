@@ -15,9 +15,11 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
+from moe_kernels import Weight
 from services.errors import WeightsMismatch
 from services.fabric.tcp.frames import DTYPES, bytes_of
 from services.model.digests import Digests, hashing_threads
+from services.model.experts import tensors_of
 
 _CHUNK = 16 << 20
 """Bytes that a thread copies from a GPU at a time."""
@@ -39,13 +41,15 @@ class Verifier(AbstractContextManager["Verifier"]):
     def __exit__(self, *_: object) -> None:
         self._pool.shutdown(cancel_futures=True)
 
-    def take(self, layer: int, name: str, matrices_E: Tensor) -> None:
-        """Begin to check a tensor, which must not change any more.
+    def take(self, layer: int, name: str, weight: Weight) -> None:
+        """Begin to check a weight, which must not change any more.
 
         Raises:
-            WeightsMismatch: an earlier tensor is not the checkpoint's.
+            WeightsMismatch: an earlier weight is not the checkpoint's.
         """
-        for expert, matrix in zip(self._experts[layer], matrices_E, strict=True):
+        parts = [tensor for _, tensor in sorted(tensors_of(name, weight).items())]
+        for index, expert in enumerate(self._experts[layer]):
+            matrix = [part[index] for part in parts]
             self._pending.append(self._pool.submit(self._check, layer, name, expert, matrix))
         while self._pending and self._pending[0].done():
             self._pending.popleft().result()
@@ -55,27 +59,33 @@ class Verifier(AbstractContextManager["Verifier"]):
         while self._pending:
             self._pending.popleft().result()
 
-    def _check(self, layer: int, name: str, expert: int, matrix: Tensor) -> None:
-        stored = self._as_stored(matrix)
+    def _check(self, layer: int, name: str, expert: int, parts: Sequence[Tensor]) -> None:
+        stored = parts if len(parts) > 1 else self._as_stored(*parts)
         if stored is None or self._digest(stored) != self._digests.of(layer, name, expert):
             raise WeightsMismatch(f"{name} of expert {expert} in layer {layer} is not what the checkpoint holds.")
 
-    def _as_stored(self, matrix: Tensor) -> Tensor | None:
+    def _as_stored(self, matrix: Tensor) -> Sequence[Tensor] | None:
         """Convert to the checkpoint's dtype; None where that loses bits, so that the matrix cannot come from there."""
         if matrix.dtype == self._dtype:
-            return matrix
+            return [matrix]
         stored = matrix.to(self._dtype)
         again = stored.to(matrix.dtype)
-        return stored if torch.equal(again.view(torch.uint8), matrix.view(torch.uint8)) else None
+        return [stored] if torch.equal(again.view(torch.uint8), matrix.view(torch.uint8)) else None
 
-    def _digest(self, matrix: Tensor) -> bytes:
-        if matrix.device.type == "cpu":
-            return hashlib.sha256(bytes_of(matrix)).digest()
-        digest, data = hashlib.sha256(), matrix.view(-1).view(torch.uint8)
-        with torch.cuda.stream(self._stream(matrix.device)):
-            for chunk in torch.split(data, _CHUNK):
-                digest.update(bytes_of(self._brought(chunk)))
+    def _digest(self, parts: Sequence[Tensor]) -> bytes:
+        """Return the digest of a matrix: of a quantised one's parts by name, one after the other."""
+        digest = hashlib.sha256()
+        for part in parts:
+            self._add(digest, part)
         return digest.digest()
+
+    def _add(self, digest: hashlib._Hash, part: Tensor) -> None:
+        if part.device.type == "cpu":
+            digest.update(bytes_of(part))
+            return
+        with torch.cuda.stream(self._stream(part.device)):
+            for chunk in torch.split(part.view(-1).view(torch.uint8), _CHUNK):
+                digest.update(bytes_of(self._brought(chunk)))
 
     def _brought(self, chunk: Tensor) -> Tensor:
         """Copy ``chunk`` into this thread's memory, where it stays until the next call."""

@@ -7,23 +7,28 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor
 
+from moe_kernels import Weight
 from services.errors import ExpertMeshError, WeightsMismatch
 from services.experts.verify import Verifier
-from services.fabric.nccl.weights import Shapes, fetch
+from services.fabric.nccl.weights import Form, Forms, fetch
 from services.fabric.tcp.connect import Facts
 from services.model.digests import Digests
-from services.model.experts import ExpertWeights
+from services.model.experts import DOWN, GATE_UP, ExpertWeights, tensors_of
 from services.model.progress import NoProgress, Progress
+from services.model.quantised_experts import empty_weight
 from services.model.spec import ModelSpec
 from services.routing import RoutingTable, Seat, ShardGroup
 
 log = logging.getLogger(__name__)
 
+Matrices = Mapping[str, Weight]
+"""A layer's weights by the name of the matrix."""
+_META = torch.device("meta")
 Tables = Callable[[], RoutingTable | None]
 """Returns the newest routing table, or None if it cannot be read; blocks meanwhile."""
 
@@ -62,52 +67,87 @@ class WeightSources:
                 self._note(group, seat, error)
                 continue
             log.info("loaded the weights of group %d from %s", group.number, seat.title)
-            return {
-                layer: ExpertWeights(
-                    expert_ids=group.experts[layer], w_gate_up_E2FD=tensors["gate_up"], w_down_EDF=tensors["down"]
-                )
-                for layer, tensors in found.items()
-            }
+            return found
         return None
 
     def _verified(
         self, seat: Seat, group: ShardGroup, digests: Digests, stopped: Callable[[], bool], progress: Progress
-    ) -> dict[int, dict[str, Tensor]]:
+    ) -> dict[int, ExpertWeights]:
         """Fetch from ``seat`` and verify. Raises WeightsMismatch, or the errors of :func:`fetch`."""
-        shapes = self._shapes(group)
-        progress.begin(f"expert weights from {seat.title}", self._nbytes(shapes))
+        matrices = {layer: self._matrices(layer, len(ids)) for layer, ids in group.experts.items()}
+        forms = {layer: _forms(planned) for layer, planned in matrices.items()}
+        progress.begin(f"expert weights from {seat.title}", _nbytes(forms))
         with Verifier(digests, group.experts) as verifier:
+            arriving = {layer: _Arriving(planned) for layer, planned in matrices.items()}
 
             def take(layer: int, name: str, tensor: Tensor) -> None:
-                verifier.take(layer, name, tensor)
+                for matrix, weight in arriving[layer].take(name, tensor):
+                    verifier.take(layer, matrix, weight)
                 progress.advance(tensor.nbytes)
 
-            found = fetch(seat, self._facts, group.experts, shapes, self._dtype, stopped, take)
+            fetch(seat, self._facts, group.experts, forms, stopped, take)
             verifier.finish()
-        return found
+        return {layer: whole.experts(group.experts[layer]) for layer, whole in arriving.items()}
 
     def _note(self, group: ShardGroup, seat: Seat, error: Exception) -> None:
         self._facts.faults.ended_by(error)
         level = logging.ERROR if isinstance(error, WeightsMismatch) else logging.INFO
         log.log(level, "cannot load the weights of group %d from %s: %s", group.number, seat.title, error)
 
-    def _nbytes(self, shapes: Shapes) -> int:
-        return sum(math.prod(shape) for layer in shapes.values() for shape in layer.values()) * self._dtype.itemsize
+    def _matrices(self, layer: int, count: int) -> Matrices:
+        """Return weights without memory, of the form in which those of a layer come."""
+        hidden, ffn, kind = self._spec.hidden_size, self._spec.expert_ffn, self._spec.experts.of(layer)
+        shapes = {GATE_UP: (count, 2 * ffn, hidden), DOWN: (count, hidden, ffn)}
+        if kind is None:
+            return {name: torch.empty(shape, dtype=self._dtype, device=_META) for name, shape in shapes.items()}
+        return {name: empty_weight(kind, shape, _META) for name, shape in shapes.items()}
 
-    def _shapes(self, group: ShardGroup) -> Shapes:
-        hidden, ffn = self._spec.hidden_size, self._spec.expert_ffn
-        return {
-            layer: {"gate_up": (len(ids), 2 * ffn, hidden), "down": (len(ids), hidden, ffn)}
-            for layer, ids in group.experts.items()
-        }
+
+class _Arriving:
+    """Weights of a layer, of which one tensor comes after the other. ``planned``: their form."""
+
+    def __init__(self, planned: Matrices) -> None:
+        self._planned = planned
+        self._missing = {matrix: set(tensors_of(matrix, weight)) for matrix, weight in planned.items()}
+        self._came: dict[str, Tensor] = {}
+        self._whole: dict[str, Weight] = {}
+
+    def take(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Weight]]:
+        """Yield the matrix, with its name, that ``tensor`` makes complete."""
+        self._came[name] = tensor
+        for matrix, missing in self._missing.items():
+            if name in missing:
+                missing.remove(name)
+                if not missing:
+                    self._whole[matrix] = weight = self._made(matrix)
+                    yield matrix, weight
+
+    def experts(self, expert_ids: tuple[int, ...]) -> ExpertWeights:
+        """Return the layer once all of it has come."""
+        return ExpertWeights(expert_ids=expert_ids, w_gate_up_E2FD=self._whole[GATE_UP], w_down_EDF=self._whole[DOWN])
+
+    def _made(self, matrix: str) -> Weight:
+        planned = self._planned[matrix]
+        if isinstance(planned, Tensor):
+            return self._came[matrix]
+        return planned.with_tensors({part: self._came[f"{matrix}.{part}"] for part in planned.tensors()})
+
+
+def _forms(matrices: Matrices) -> dict[str, Form]:
+    return {
+        name: (tuple(tensor.shape), tensor.dtype)
+        for matrix, weight in matrices.items()
+        for name, tensor in tensors_of(matrix, weight).items()
+    }
+
+
+def _nbytes(forms: Forms) -> int:
+    return sum(math.prod(shape) * dtype.itemsize for layer in forms.values() for shape, dtype in layer.values())
 
 
 def given(weights: Mapping[int, ExpertWeights]) -> dict[int, tuple[tuple[int, ...], dict[str, Tensor]]]:
     """Return ``weights`` in the form of :class:`services.fabric.nccl.weights.WeightsGiver`."""
-    return {
-        layer: (held.expert_ids, {"gate_up": held.w_gate_up_E2FD, "down": held.w_down_EDF})
-        for layer, held in weights.items()
-    }
+    return {layer: (held.expert_ids, held.tensors()) for layer, held in weights.items()}
 
 
 def _holders(table: RoutingTable, group: ShardGroup, myself: str) -> list[Seat]:

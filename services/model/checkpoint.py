@@ -16,15 +16,17 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from services.errors import CheckpointError
+from services.model.expert_format import Kind
 from services.model.header import DOWNLOAD_AGAIN, TensorEntry
 from services.model.names import Shape
-from services.model.sources import Source
+from services.model.sources import Source, kind_of
 from services.model.spec import ModelSpec
 from services.model.tensor_entries import tensor_entries
 
 if TYPE_CHECKING:  # digests are made without torch
     from torch import Tensor
 
+    from moe_kernels import QuantisedWeight
     from services.model.dequantised.parts import Parts
 
 
@@ -60,6 +62,22 @@ class Checkpoint:
     def quantised(self, name: str) -> bool:
         """Return whether the weight called ``name`` is stored quantised: in other tensors, by :meth:`read` alone."""
         return name in self._sources
+
+    def kind(self, name: str) -> Kind | None:
+        """Return the form in which the weight called ``name`` can be held as it is stored, if there is one."""
+        return kind_of(name, self._entries, self._sources)
+
+    def read_stored(self, name: str) -> QuantisedWeight:
+        """Return a weight that has a :meth:`kind`, exactly, as the only expert.
+
+        Raises:
+            CheckpointError: its tensors are not such that it can be held so.
+        """
+        from services.model.dequantised.as_stored import as_stored
+
+        source, kind = self._sources[name], self.kind(name)
+        assert kind is not None, name
+        return as_stored(source.format, self._parts(source), source.shape, kind)
 
     def shape(self, name: str) -> Shape:
         return self._sources[name].shape if name in self._sources else self._entries[name].shape

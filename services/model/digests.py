@@ -2,11 +2,13 @@
 
 `expertmesh digests` writes the file; workers that join read it. Torch-free. A digest covers the bytes of an expert's
 matrix as they are stored: ``gate_up`` (the gate's rows, then those of the up projection) or ``down``. Of a quantised
-checkpoint it covers the weights as they are loaded in the checkpoint's own dtype, which needs torch.
+checkpoint it covers the weights as they are loaded in the checkpoint's own dtype. Of experts that are held quantised it
+covers the parts that are held, by name one after the other; there is a file for each way to hold them. Both need torch.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import logging
 import os
@@ -20,8 +22,10 @@ from typing import Annotated
 
 import msgspec
 
+from services.config import ExpertFormat
 from services.errors import CheckpointError, WorkerExtraMissing
 from services.model.checkpoint import Checkpoint
+from services.model.held_experts import held_experts
 from services.model.load_spec import load_spec
 from services.model.names import TensorNames
 from services.model.progress import NoProgress, Progress
@@ -34,7 +38,7 @@ _MAX_THREADS = 16
 _DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _HOLDS = {"float32": ("float32", "bfloat16", "float16")}
 """Serving dtype -> stored dtypes of which it holds every value, so that digests of the stored bytes can check it."""
-_HOW = "Workers that join will read weights from disk, not from peers; `expertmesh digests FOLDER` writes the file."
+_HOW = "Workers that join will read weights from disk, not from peers; `expertmesh digests FOLDER{}` writes the file."
 
 Names = tuple[str, ...]
 """Of the tensors that make up a matrix."""
@@ -51,12 +55,14 @@ class LayerDigests(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Digests(msgspec.Struct, frozen=True, kw_only=True):
-    """The file's contents. ``fingerprint`` is that of the checkpoint, ``dtype`` that of its stored experts."""
+    """The file's contents. ``fingerprint`` is that of the checkpoint, ``dtype`` that of its stored experts, ``experts``
+    the label of how they are held if that is quantised; ``dtype`` is then of layers that are dense."""
 
     format: int
     fingerprint: str
     dtype: str
     layers: dict[int, LayerDigests]
+    experts: str = ""
 
     def of(self, layer: int, name: str, expert: int) -> bytes:
         """Return the digest of the matrix ``name``: ``gate_up`` or ``down``."""
@@ -66,37 +72,48 @@ class Digests(msgspec.Struct, frozen=True, kw_only=True):
 
 def read_digests(model_dir: Path, spec: ModelSpec, dtype: str) -> Digests | None:
     """Return the digests of ``spec``'s experts for serving in ``dtype``; None, and a log line, where there are none."""
-    file = model_dir / FILE
+    file, how = digests_file(model_dir, spec), _HOW.format(" --expert-format FORMAT" if spec.experts.label else "")
     try:
         found = msgspec.json.decode(file.read_bytes(), type=Digests)
     except FileNotFoundError:
-        log.info("%s does not exist. %s", file, _HOW)
+        log.info("%s does not exist. %s", file, how)
         return None
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        log.warning("%s cannot be read: %s. %s", file, error, _HOW)
+        log.warning("%s cannot be read: %s. %s", file, error, how)
         return None
     if not _fits(found, spec, dtype):
-        log.warning("%s does not match these experts or the dtype %s. %s", file, dtype, _HOW)
+        log.warning("%s does not match these experts or the dtype %s. %s", file, dtype, how)
         return None
     return found
 
 
-def write_digests(model_dir: Path, progress: Progress | None = None) -> None:
-    """Read all experts' weights, and write their digests into the folder. ``progress`` gets the bytes of the files.
+def digests_file(model_dir: Path, spec: ModelSpec) -> Path:
+    """Return the file of the digests of experts as ``spec`` says that they are held."""
+    return model_dir / (f"{FILE}-{spec.experts.label}" if spec.experts.label else FILE)
+
+
+def write_digests(model_dir: Path, expert_format: ExpertFormat = "auto", progress: Progress | None = None) -> None:
+    """Read all experts' weights, and write the digests of what workers with ``expert_format`` hold into the folder.
+    ``progress`` gets the bytes of the files.
 
     Raises:
         CheckpointError: the checkpoint is incomplete or damaged, has no experts, or stores them in several types.
+        ConfigError: the experts cannot be held in ``expert_format``.
         OSError: the file cannot be written.
     """
     spec = load_spec(model_dir)
     with Checkpoint(model_dir, spec) as checkpoint:
-        digests = _digests(checkpoint, spec, progress or NoProgress())
-    draft = model_dir / f"{FILE}.draft"
+        spec = dataclasses.replace(spec, experts=held_experts(spec, expert_format, checkpoint.kind, model_dir))
+        progress = progress or NoProgress()
+        if spec.experts.label:
+            digests = _digests_of_held(model_dir, spec, progress)
+        else:
+            digests = _digests(checkpoint, spec, progress)
+    file = digests_file(model_dir, spec)
+    draft = file.with_name(f"{file.name}.draft")
     draft.write_bytes(msgspec.json.encode(digests))
-    os.replace(draft, model_dir / FILE)
-    log.info(
-        "wrote %s: digests of %d experts in each of %d layers", model_dir / FILE, spec.num_experts, len(digests.layers)
-    )
+    os.replace(draft, file)
+    log.info("wrote %s: digests of %d experts in each of %d layers", file, spec.num_experts, len(digests.layers))
 
 
 def hashing_threads() -> int:
@@ -105,9 +122,11 @@ def hashing_threads() -> int:
 
 
 def _fits(found: Digests, spec: ModelSpec, dtype: str) -> bool:
-    if (found.format, found.fingerprint) != (_FORMAT, spec.fingerprint):
+    if (found.format, found.fingerprint, found.experts) != (_FORMAT, spec.fingerprint, spec.experts.label):
         return False
-    if found.dtype not in (_HOLDS.get(dtype, (dtype,)) if spec.quantisation is None else (dtype,)):
+    if all(spec.experts.of(layer) is not None for layer in spec.moe_layers):
+        pass  # no dtype has a part in it
+    elif found.dtype not in (_HOLDS.get(dtype, (dtype,)) if spec.quantisation is None else (dtype,)):
         return False
     counts = {len(by_expert) for layer in found.layers.values() for by_expert in (layer.gate_up, layer.down)}
     return tuple(sorted(found.layers)) == spec.moe_layers and counts == {spec.num_experts}
@@ -160,6 +179,42 @@ def _stored_type(checkpoint: Checkpoint, matrices: Iterable[Names]) -> str:
         stored = ", ".join(sorted(types))
         raise CheckpointError(f"The checkpoint stores experts in {stored}, so it can have no digests.")
     return _DTYPES[types.pop()]
+
+
+def _digests_of_held(model_dir: Path, spec: ModelSpec, progress: Progress) -> Digests:
+    """Return the digests of what workers hold, layer by layer: more than one is never in memory."""
+    try:
+        import torch
+
+        from services.model.experts import DOWN, GATE_UP, tensors_of
+        from services.model.weights import load_experts
+    except ImportError as error:
+        raise CheckpointError(
+            f"Digests of quantised weights need torch. {WorkerExtraMissing('torch').message}"
+        ) from error
+    dtype, device, layers = getattr(torch, spec.dtype), torch.device("cpu"), {}
+    for layer in spec.moe_layers:
+        wanted = {layer: range(spec.num_experts)}
+        loaded = load_experts(model_dir, spec, dtype=dtype, device=device, experts=wanted, progress=progress)
+        held = loaded[layer]
+        found = {}
+        for name, weight in ((GATE_UP, held.w_gate_up_E2FD), (DOWN, held.w_down_EDF)):
+            parts = [tensor for _, tensor in sorted(tensors_of(name, weight).items())]
+            found[name] = tuple(
+                _hash_of(part[expert].contiguous().view(-1).view(torch.uint8).numpy().data for part in parts)
+                for expert in range(spec.num_experts)
+            )
+        layers[layer] = LayerDigests(gate_up=found[GATE_UP], down=found[DOWN])
+    return Digests(
+        format=_FORMAT, fingerprint=spec.fingerprint, dtype=spec.dtype, layers=layers, experts=spec.experts.label
+    )
+
+
+def _hash_of(parts: Iterable[memoryview]) -> bytes:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part)
+    return digest.digest()
 
 
 def _by_matrix(digests: list[bytes]) -> LayerDigests:

@@ -12,24 +12,47 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from moe_kernels import ArgumentError, Weight, stack_rows
 from services.errors import ConfigError
 from services.model.products import FastestProducts, Products
+
+GATE_UP, DOWN = "gate_up", "down"
+"""Names of a layer's matrices, as workers send them to one another."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertWeights:
-    """Experts of one layer that a shard holds; ``w_gate_up_E2FD[i]`` belongs to expert ``expert_ids[i]``."""
+    """Experts of one layer that a shard holds, dense or quantised. The i-th of both weights is ``expert_ids[i]``'s."""
 
     expert_ids: tuple[int, ...]
-    w_gate_up_E2FD: Tensor
-    w_down_EDF: Tensor
+    w_gate_up_E2FD: Weight
+    w_down_EDF: Weight
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return all tensors of the layer by name, each with E first."""
+        return {
+            name: tensor
+            for matrix, weight in ((GATE_UP, self.w_gate_up_E2FD), (DOWN, self.w_down_EDF))
+            for name, tensor in tensors_of(matrix, weight).items()
+        }
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors().values())
+
+
+def tensors_of(matrix: str, weight: Weight) -> dict[str, Tensor]:
+    """Return a weight's tensors by name: under the matrix's own if it is dense, its parts' after a dot if not."""
+    if isinstance(weight, Tensor):
+        return {matrix: weight}
+    return {f"{matrix}.{part}": tensor for part, tensor in weight.tensors().items()}
 
 
 def sliced(whole: ExpertWeights, index: int, count: int) -> ExpertWeights:
     """Copy slice ``index`` of ``count`` of each expert's inner width. The outputs of all slices add up.
 
     Raises:
-        ConfigError: the width does not divide.
+        ConfigError: the width does not divide, or not at such columns as the kind of the weights may be cut at.
     """
     if count == 1:
         return whole
@@ -39,13 +62,30 @@ def sliced(whole: ExpertWeights, index: int, count: int) -> ExpertWeights:
             f"Experts of width {width} cannot be split into {count} slices.",
             hint="Choose a number that divides the width.",
         )
-    part = slice(index * width // count, (index + 1) * width // count)
-    gate_EFD, up_EFD = whole.w_gate_up_E2FD.split_with_sizes((width, width), dim=1)
-    return ExpertWeights(
-        expert_ids=whole.expert_ids,
-        w_gate_up_E2FD=torch.cat([gate_EFD[:, part], up_EFD[:, part]], dim=1),
-        w_down_EDF=whole.w_down_EDF[:, :, part].contiguous(),
-    )
+    begin, end = index * width // count, (index + 1) * width // count
+    try:
+        return ExpertWeights(
+            expert_ids=whole.expert_ids,
+            w_gate_up_E2FD=_inner_rows(whole.w_gate_up_E2FD, width, begin, end),
+            w_down_EDF=_columns(whole.w_down_EDF, begin, end),
+        )
+    except ArgumentError as error:
+        raise ConfigError(
+            f"Experts of width {width} that are held quantised cannot be split into {count} slices: {error}.",
+            hint="Choose fewer slices, or --expert-format dense.",
+        ) from error
+
+
+def _inner_rows(weight: Weight, width: int, begin: int, end: int) -> Weight:
+    """Copy rows of gate and up projection."""
+    places = (begin, end), (width + begin, width + end)
+    if isinstance(weight, Tensor):
+        return torch.cat([weight[:, first:last] for first, last in places], dim=1)
+    return stack_rows(*(weight.rows(first, last) for first, last in places))
+
+
+def _columns(weight: Weight, begin: int, end: int) -> Weight:
+    return weight[:, :, begin:end].contiguous() if isinstance(weight, Tensor) else weight.columns(begin, end)
 
 
 class ExpertShard:
@@ -74,7 +114,7 @@ class ExpertShard:
         """Sum ``y_TD`` of weight x expert(row) over the slots whose expert is here, in slot order.
 
         Args:
-            x_TD: rows in the weights' dtype.
+            x_TD: rows in the serving dtype.
             expert_ids_TK: int64, the model's ids; -1 is skipped.
             weights_TK: float32.
         """

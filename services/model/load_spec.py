@@ -51,7 +51,7 @@ def _fingerprint(spec: ModelSpec, model_dir: Path) -> str:
     except OSError as error:
         raise unreadable(model_dir, error) from error
     fields = dataclasses.asdict(spec)
-    del fields["weights"]  # the release before has no such field, and both have to find one fingerprint
+    del fields["weights"], fields["experts"]  # which the release before has not, and both have to find one fingerprint
     if spec.quantisation is None:
         del fields["quantisation"]  # nor this one
     content = json.dumps([fields, weights], sort_keys=True)

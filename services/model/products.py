@@ -13,7 +13,7 @@ from typing import Protocol
 from torch import Tensor
 from torch.nn import functional as F
 
-from moe_kernels import fused_moe
+from moe_kernels import Weight, fused_moe
 from moe_kernels.invariant import op as invariant
 from moe_kernels.invariant.reference import in_whole_vectors
 
@@ -34,8 +34,8 @@ class Products(Protocol):
     def experts(
         self,
         x_TD: Tensor,
-        w_gate_up_E2FD: Tensor,
-        w_down_EDF: Tensor,
+        w_gate_up_E2FD: Weight,
+        w_down_EDF: Weight,
         expert_ids_TK: Tensor,
         weights_TK: Tensor,
         local_E: Tensor | None,
@@ -57,8 +57,8 @@ class FastestProducts:
     def experts(
         self,
         x_TD: Tensor,
-        w_gate_up_E2FD: Tensor,
-        w_down_EDF: Tensor,
+        w_gate_up_E2FD: Weight,
+        w_down_EDF: Weight,
         expert_ids_TK: Tensor,
         weights_TK: Tensor,
         local_E: Tensor | None,
@@ -81,12 +81,14 @@ class InvariantProducts:
     def experts(
         self,
         x_TD: Tensor,
-        w_gate_up_E2FD: Tensor,
-        w_down_EDF: Tensor,
+        w_gate_up_E2FD: Weight,
+        w_down_EDF: Weight,
         expert_ids_TK: Tensor,
         weights_TK: Tensor,
         local_E: Tensor | None,
     ) -> Tensor:
+        assert isinstance(w_gate_up_E2FD, Tensor), "rules of the settings refuse it"
+        assert isinstance(w_down_EDF, Tensor), "rules of the settings refuse it"
         return invariant.experts(x_TD, w_gate_up_E2FD, w_down_EDF, expert_ids_TK, weights_TK, local_E=local_E)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding, linear, silu
 
+from services.config import ExpertFormat
 from services.model.checkpoint import Checkpoint
 from services.model.load_spec import load_spec
 from services.model.names import EMBED, FINAL_NORM, LM_HEAD, FfnNames, TensorNames, dense_shapes, expert_shapes
@@ -31,6 +33,56 @@ class ReferenceOutput:
 
     logits_TV: Tensor
     router_margin_T: Tensor
+
+
+def in_integers(weight_OI: Tensor, bits: int, group: int) -> Tensor:
+    """Return what integers of ``bits`` bits with a scale for each ``group`` columns make of a weight, in float32.
+
+    The value of largest magnitude gets the code -8 of 4 bits or 127 of 8, or in 8 bits -127 if it is negative; the
+    scale that brings it there is rounded to float16 and is 2 ** -24 at least, unless all values are 0.
+    """
+    w_OI = weight_OI.float()
+    columns = w_OI.shape[1]
+    w_RC = w_OI.reshape(-1, group or columns)
+    largest_R = w_RC.abs().argmax(1)
+    extreme_R = w_RC[torch.arange(len(w_RC)), largest_R]
+    scale_R = extreme_R / -8 if bits == 4 else extreme_R.abs() / 127
+    scale_R = torch.where(scale_R.abs() < 2.0**-24, torch.sign(scale_R) * 2.0**-24, scale_R).half().float()
+    lowest, highest = (-8, 7) if bits == 4 else (-127, 127)
+    code_RC = (w_RC / torch.where(scale_R == 0, 1.0, scale_R)[:, None]).round().clamp(lowest, highest)
+    return (code_RC * scale_R[:, None]).view_as(w_OI)
+
+
+def in_fp8(weight_OI: Tensor) -> Tensor:
+    """Return what FP8 (E4M3) with a scale for each block of 128 x 128 makes of a weight: the largest value is 448."""
+    out_OI = weight_OI.float().clone()
+    for rows in torch.split(out_OI, 128):
+        for block in torch.split(rows, 128, dim=1):
+            scale = block.abs().max() / 448
+            if scale > 0:
+                block.copy_((block / scale).to(torch.float8_e4m3fn).float() * scale)
+    return out_OI
+
+
+def in_mxfp4(weight_OI: Tensor) -> Tensor:
+    """Return what MXFP4 makes of a weight: 32 columns share a power of 2, four times less than that of the largest
+    value. Each value becomes the nearest number of E2M1, halfway that with the even code."""
+    even_first = torch.tensor([0.0, 1.0, 2.0, 4.0, 0.5, 1.5, 3.0, 6.0])
+    out_OI = weight_OI.float().clone()
+    for columns in torch.split(out_OI, 32, dim=1):
+        power_O1 = torch.exp2(torch.frexp(columns.abs().amax(1, keepdim=True)).exponent - 3.0)
+        distance = (columns.abs() / power_O1).unsqueeze(2) - even_first
+        columns.copy_(even_first[distance.abs().argmin(2)] * power_O1 * columns.sign())
+    return out_OI
+
+
+ROUNDED: Mapping[ExpertFormat, Callable[[Tensor], Tensor]] = {
+    "int8": partial(in_integers, bits=8, group=0),
+    "int4": partial(in_integers, bits=4, group=128),
+    "int4-channel": partial(in_integers, bits=4, group=0),
+    "fp8": in_fp8,
+    "mxfp4": in_mxfp4,
+}
 
 
 class ReferenceModel:
@@ -49,11 +101,20 @@ class ReferenceModel:
         self._tensors = {name: tensor.float() for name, tensor in tensors.items()}
 
     @classmethod
-    def load(cls, model_dir: Path, on_choice: Callable[[int, Tensor], None] = lambda _layer, _expert_TK: None) -> Self:
+    def load(
+        cls,
+        model_dir: Path,
+        on_choice: Callable[[int, Tensor], None] = lambda _layer, _expert_TK: None,
+        expert_format: ExpertFormat = "dense",
+    ) -> Self:
+        """Read a checkpoint. Its experts are what ``expert_format`` makes of them; "dense" and "auto" round nothing."""
         spec = load_spec(model_dir)
         with Checkpoint(model_dir, spec) as checkpoint:
-            names = dense_shapes(spec) | expert_shapes(spec)
-            return cls(spec, {name: checkpoint.read(name) for name in names}, on_choice)
+            tensors = {name: checkpoint.read(name) for name in dense_shapes(spec)}
+            for name in expert_shapes(spec):
+                weight_OI = checkpoint.read(name)
+                tensors[name] = ROUNDED[expert_format](weight_OI) if expert_format in ROUNDED else weight_OI
+            return cls(spec, tensors, on_choice)
 
     def logits(self, token_ids: Sequence[int]) -> Tensor:
         """Return ``[T, V]`` float32: row t predicts the token after ``token_ids[t]``."""

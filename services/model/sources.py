@@ -7,15 +7,17 @@ tensors. Torch-free; no tensor is read.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from services.errors import CheckpointError
 from services.model.configfile import CONFIG
+from services.model.expert_format import Kind
 from services.model.header import FLOATS, TensorEntry
 from services.model.names import LM_HEAD, TensorNames, dense_shapes, expert_shapes, linear_shapes
 from services.model.quantised.config import KEY
+from services.model.quantised.kinds import stored_kind
 from services.model.quantised.patterns import Budget, PatternCostly
 from services.model.quantised.quantisation import Choice, Match, Names, Quantisation, prefixes
 from services.model.quantised.stored import Layout, LinearFormat, Shape
@@ -62,6 +64,34 @@ def find_sources(entries: Mapping[str, TensorEntry], folder: Path, spec: ModelSp
             f"{folder / CONFIG}: the patterns in {KEY} take too long to match names of layers.",
             hint="Write them with fewer repetitions in each other, or name the layers.",
         ) from error
+
+
+def kind_of(name: str, entries: Mapping[str, TensorEntry], sources: Mapping[str, Source]) -> Kind | None:
+    """Return the form in which the weight called ``name`` can be held as it is stored, if there is one."""
+    if name not in sources:
+        return None
+    source = sources[name]
+    types = {part: entries[stored.name].dtype for part, stored in source.parts.items()}
+    return stored_kind(source.format, source.shape, source.parts, types)
+
+
+def promised_kinds(spec: ModelSpec) -> Callable[[str], Kind | None]:
+    """Return :func:`kind_of` for names alone, as config.json says that weights are stored, and with scales of 16 bits.
+    No file is looked at."""
+    quantisation = spec.quantisation
+    if quantisation is None:
+        return lambda _: None
+    choice, shapes = Choice(quantisation), linear_shapes(spec)
+
+    def promised(name: str) -> Kind | None:
+        module, shape = name.removesuffix(_WEIGHT), shapes[name]
+        said, scheme = choice.of(aliases(module, spec.family), free=False)
+        if said != "quantised" or scheme.problem(shape):
+            return None
+        parts = {part: stored for part, stored in scheme.layouts(module, shape)[0].items() if not stored.optional}
+        return stored_kind(scheme, shape, parts, {"scales": "BF16"})
+
+    return promised
 
 
 def unread(entries: Mapping[str, TensorEntry], sources: Mapping[str, Source]) -> set[str]:

@@ -5,6 +5,7 @@ In: a folder with a config.json. Out: the spec, and tensors by the names that th
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,7 +17,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from moe_kernels import QuantisedWeight
+from services.config import ExpertFormat
 from services.model.checkpoint import Checkpoint
+from services.model.expert_format import Kind
+from services.model.held_experts import held_experts
 from services.model.load_spec import load_spec
 from services.model.names import EMBED, Shape, dense_shapes, expert_shapes
 from services.model.spec import ModelSpec
@@ -28,6 +33,12 @@ class Tensors(Protocol):
     """Tensors by name."""
 
     def shape(self, name: str) -> Shape: ...
+
+    def kind(self, name: str) -> Kind | None:
+        """Return the form in which a weight can be held as it is stored; None: as numbers, or rounded."""
+
+    def read_stored(self, name: str) -> QuantisedWeight:
+        """Return a weight that has a :meth:`kind`, as the only expert. Raises CheckpointError."""
 
     def nbytes(self, names: Iterable[str]) -> int:
         """Return how many bytes they are before they are put anywhere."""
@@ -43,8 +54,13 @@ class Tensors(Protocol):
 class WeightSource(Protocol):
     """Finds the weights of the model in a folder."""
 
-    def spec(self, folder: Path) -> ModelSpec:
-        """Return the spec. Raises CheckpointError, UnsupportedModel: the model is not one that can be served."""
+    def spec(self, folder: Path, expert_format: ExpertFormat) -> ModelSpec:
+        """Return the spec, with how experts are held.
+
+        Raises:
+            CheckpointError, UnsupportedModel: the model is not one that can be served.
+            ConfigError: its experts cannot be held so.
+        """
 
     def open(self, folder: Path, spec: ModelSpec, device: torch.device) -> AbstractContextManager[Tensors]:
         """Return the tensors, which may lie on ``device``. Raises CheckpointError: there are none."""
@@ -54,8 +70,8 @@ class WeightSource(Protocol):
 class FromCheckpoint:
     """Reads what the folder has."""
 
-    def spec(self, folder: Path) -> ModelSpec:
-        return with_weights(load_spec(folder), folder)
+    def spec(self, folder: Path, expert_format: ExpertFormat) -> ModelSpec:
+        return with_weights(load_spec(folder), folder, expert_format)
 
     @contextmanager
     def open(self, folder: Path, spec: ModelSpec, device: torch.device) -> Iterator[Tensors]:
@@ -72,6 +88,12 @@ class StoredTensors:
 
     def shape(self, name: str) -> Shape:
         return self.checkpoint.shape(name)
+
+    def kind(self, name: str) -> Kind | None:
+        return self.checkpoint.kind(name)
+
+    def read_stored(self, name: str) -> QuantisedWeight:
+        return self.checkpoint.read_stored(name)
 
     def nbytes(self, names: Iterable[str]) -> int:
         return self.checkpoint.nbytes(names)
@@ -96,8 +118,9 @@ class RandomWeights:
 
     seed: int = 0
 
-    def spec(self, folder: Path) -> ModelSpec:
-        return load_spec(folder)
+    def spec(self, folder: Path, expert_format: ExpertFormat) -> ModelSpec:
+        spec = load_spec(folder)
+        return dataclasses.replace(spec, experts=held_experts(spec, expert_format, lambda _: None, folder))
 
     def open(self, folder: Path, spec: ModelSpec, device: torch.device) -> AbstractContextManager[Tensors]:
         del folder
@@ -125,6 +148,13 @@ class RandomTensors:
 
     def shape(self, name: str) -> Shape:
         return self._shapes[name]
+
+    def kind(self, name: str) -> Kind | None:
+        del name
+        return None
+
+    def read_stored(self, name: str) -> QuantisedWeight:
+        raise AssertionError(f"{name} is drawn, not stored")
 
     def nbytes(self, names: Iterable[str]) -> int:
         return sum(4 * math.prod(self._shapes[name]) for name in names)

@@ -18,6 +18,7 @@ from services.model.experts import ExpertWeights
 from services.model.host_memory import empty
 from services.model.names import EMBED, FINAL_NORM, LM_HEAD, FfnNames, TensorNames, dense_shapes
 from services.model.progress import NoProgress, Progress
+from services.model.quantised_experts import QuantisedLoader
 from services.model.spec import ModelSpec
 from services.model.tensor_reads import Place
 from services.model.weight_source import FromCheckpoint, Tensors, WeightSource
@@ -99,7 +100,7 @@ def load_experts(
     progress: Progress | None = None,
     source: WeightSource | None = None,
 ) -> dict[int, ExpertWeights]:
-    """Return the experts by layer, on ``device`` in ``dtype``.
+    """Return the experts by layer, on ``device``, held as ``spec.experts`` says: those that are dense in ``dtype``.
 
     Args:
         experts: layer -> ids of the experts to load, in the order in which they are stacked; None: all experts.
@@ -115,9 +116,21 @@ def load_experts(
         reader = _Reader(tensors, dtype, device, progress or NoProgress())
         every_name = (name for layer in ffns.values() for ffn in layer for name in (ffn.gate, ffn.up, ffn.down))
         reader.progress.begin("expert weights", tensors.nbytes(every_name))
-        experts_of = {layer: _expert_layer(reader, spec, tuple(wanted[layer]), ffns[layer]) for layer in wanted}
+        experts_of = {
+            layer: _expert_layer(reader, spec, tuple(wanted[layer]), ffns[layer])
+            for layer in wanted
+            if spec.experts.of(layer) is None
+        }
         reader.read()
-        return experts_of
+        quantised = QuantisedLoader(
+            tensors, hidden=spec.hidden_size, width=spec.expert_ffn, device=device, advance=reader.progress.advance
+        )
+        return {
+            layer: experts_of[layer]
+            if (kind := spec.experts.of(layer)) is None
+            else quantised.layer(kind, tuple(wanted[layer]), ffns[layer])
+            for layer in wanted
+        }
 
 
 class _Reader:

@@ -16,12 +16,15 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from services.config import ExpertFormat
 from services.errors import CheckpointError
 from services.model.checkpoint import Checkpoint
 from services.model.header import DOWNLOAD_AGAIN, TensorEntry
+from services.model.held_experts import held_experts
 from services.model.load_spec import unreadable
 from services.model.names import dense_shapes, expert_shapes
 from services.model.spec import ModelSpec
+from services.wire import with_label
 
 PIECE_BYTES = 512
 """Bytes of each tensor, from its middle: 256 values of bfloat16, of which a fine-tune changes some."""
@@ -30,13 +33,15 @@ _FILES_AT_ONCE = 16
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
-def with_weights(spec: ModelSpec, model_dir: Path) -> ModelSpec:
-    """Return ``spec`` with the hash of a sample of the weights in ``model_dir``.
+def with_weights(spec: ModelSpec, model_dir: Path, expert_format: ExpertFormat = "dense") -> ModelSpec:
+    """Return ``spec`` with the hash of a sample of the weights in ``model_dir``, and with how its experts are held.
 
     Raises:
         CheckpointError, UnsupportedModel: see :class:`services.model.checkpoint.Checkpoint`.
+        ConfigError: experts cannot be held in ``expert_format``.
     """
     with Checkpoint(model_dir, spec) as checkpoint:
+        experts = held_experts(spec, expert_format, checkpoint.kind, model_dir)
         names = _chosen([*dense_shapes(spec), *expert_shapes(spec)])
         entries = {(name, part): entry for name in names for part, entry in enumerate(checkpoint.entries(name))}
     by_file: dict[Path, list[TensorEntry]] = defaultdict(list)
@@ -52,7 +57,7 @@ def with_weights(spec: ModelSpec, model_dir: Path) -> ModelSpec:
     digest = hashlib.blake2b(digest_size=16)
     for (name, _part), entry in sorted(entries.items(), key=lambda item: item[0]):
         digest.update(f"{name} {entry.dtype} ".encode() + pieces[entry])
-    return dataclasses.replace(spec, weights=digest.hexdigest())
+    return dataclasses.replace(spec, weights=with_label(digest.hexdigest(), experts.label), experts=experts)
 
 
 def _chosen(names: Iterable[str]) -> list[str]:

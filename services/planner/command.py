@@ -30,7 +30,13 @@ def command(spec: ModelSpec, settings: Settings, given: Namespace, row: Row) -> 
     return shlex.join(words)
 
 
-def _engine(spec: ModelSpec, row: Row) -> dict[str, object]:
+def _everywhere(spec: ModelSpec, settings: Settings) -> dict[str, object]:
+    """Return the settings that attention and expert workers share."""
+    found: dict[str, object] = {"dtype": "bfloat16"} if spec.dtype == "float32" else {}
+    return found | ({} if settings.expert_format == "auto" else {"expert_format": settings.expert_format})
+
+
+def _engine(row: Row) -> dict[str, object]:
     """Return the settings of attention workers that follow from memory and batch."""
     sequences = math.ceil(row.batch / row.attention)
     found: dict[str, object] = {
@@ -40,7 +46,7 @@ def _engine(spec: ModelSpec, row: Row) -> dict[str, object]:
     }
     if row.mode.choice == "pingpong":
         found["overlap"] = "on"
-    return found | ({"dtype": "bfloat16"} if spec.dtype == "float32" else {})
+    return found
 
 
 def _serve(spec: ModelSpec, settings: Settings, given: Namespace, row: Row) -> list[str]:
@@ -51,7 +57,7 @@ def _serve(spec: ModelSpec, settings: Settings, given: Namespace, row: Row) -> l
         options |= {"expert_workers": mode.experts, "expert_groups": mode.experts}
     if layout == "colocated":
         options |= {"expert_groups": mode.degree}
-    options |= _engine(spec, row)
+    options |= _engine(row) | _everywhere(spec, settings)
     words = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     return ["expertmesh", "serve", str(settings.model), *words]
 
@@ -70,10 +76,8 @@ def _install(spec: ModelSpec, settings: Settings, given: Namespace, row: Row) ->
         values |= {"attention.replicas": given.gpus // mode.degree, "attention.workers": mode.degree}
     if layout != "lockstep":  # every GPU is taken: an update has none for one more
         values |= {"attention.rollingUpdate.maxSurge": 0, "attention.rollingUpdate.maxUnavailable": 1}
-    engine = _engine(spec, row)
-    dtype = engine.pop("dtype", None)
-    values |= {f"attention.config.{name}": value for name, value in engine.items()}
-    values |= {} if dtype is None else {"config.dtype": dtype}
+    values |= {f"attention.config.{name}": value for name, value in _engine(row).items()}
+    values |= {f"config.{name}": value for name, value in _everywhere(spec, settings).items()}
     return [*_CHART, "--set", ",".join(f"{name}={value}" for name, value in values.items())]
 
 

@@ -1,6 +1,6 @@
 """What a decode step takes in each layout, and what the memory of GPUs holds, from a model's spec and what was asked.
 
-Weights, keys and values are taken to have 16 bits.
+Weights, keys and values are taken to have 16 bits, but for experts that are held quantised.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from services.model.held_experts import expert_bytes
 from services.model.names import EMBED, dense_shapes, expert_shapes
 from services.model.spec import ModelSpec
 from services.placement import Batch, DoesNotFit, Gpus, Kernels, Link, Mode, Shapes, choose_mode
@@ -17,6 +18,7 @@ from services.placement.planning.exchange_cost import Cost, Nodes, Rows, exchang
 from services.placement.planning.layer_times import ACTIVATION_BYTES
 from services.planner.figures import (
     ATTENTION_S,
+    EXPERT_TIMES,
     KINDS,
     REACHED_BANDWIDTH,
     REACHED_FLOPS,
@@ -89,6 +91,17 @@ def weights(spec: ModelSpec) -> tuple[int, int]:
     return dense, experts
 
 
+def held_bytes(spec: ModelSpec) -> tuple[int, int]:
+    """Return the bytes of attention's weights and the like, and of experts', as they are held."""
+    return _WEIGHT_BYTES * weights(spec)[0], expert_bytes(spec, _WEIGHT_BYTES)
+
+
+def _usual_kind(spec: ModelSpec) -> str:
+    """Return how the experts of most layers are held."""
+    kinds = [str(spec.experts.of(layer) or "") for layer in spec.moe_layers]
+    return max(sorted(set(kinds)), key=kinds.count)
+
+
 def kv_bytes(spec: ModelSpec, given: Namespace) -> float:
     """Return the bytes of a request's keys and values, in whole blocks."""
     return float(spec.kv_bytes(ACTIVATION_BYTES) * _BLOCK * math.ceil(given.context / _BLOCK))
@@ -144,6 +157,8 @@ def _mode(spec: ModelSpec, given: Namespace, tokens: int) -> Mode:
         top_k=spec.top_k,
         layers=layers,
         weight_bytes=_WEIGHT_BYTES,
+        experts_held=expert_bytes(spec, _WEIGHT_BYTES) / layers,
+        experts_time=EXPERT_TIMES.get(_usual_kind(spec), ()),
         dense_weights=(weights(spec)[0] - _looked_up(spec))
         // layers,  # with a share of head and layers without experts
     )
@@ -176,7 +191,7 @@ def _looked_up(spec: ModelSpec) -> int:
 
 
 def _memory(spec: ModelSpec, given: Namespace, mode: Mode) -> Memory:
-    dense, experts = (_WEIGHT_BYTES * count for count in weights(spec))
+    dense, experts = held_bytes(spec)
     parts = mode.degree if mode.choice == "colocated" else mode.experts
     share = experts * math.ceil(spec.num_experts / parts) / spec.num_experts
     held = dense + share if mode.choice == "colocated" else dense

@@ -54,6 +54,17 @@ ACROSS_US, ACROSS_GB = 20.0, 50.0
 """Latency and bandwidth between nodes: a guess at 400 Gbit/s with RDMA, not measured."""
 
 
+EXPERT_TIMES = {
+    "int8-channel": ((1, 0.68), (2, 0.63), (8, 0.62), (32, 0.85), (128, 1.25), (512, 1.25), (2048, 1.11)),
+    "int8-g128": ((1, 0.68), (2, 0.63), (8, 0.62), (32, 0.84), (128, 1.33), (512, 1.42), (2048, 1.12)),
+    "int4-channel": ((1, 0.47), (2, 0.4), (8, 0.39), (32, 0.67), (128, 0.97), (512, 1.24), (2048, 1.06)),
+    "int4-g128": ((1, 0.5), (2, 0.41), (8, 0.4), (32, 0.7), (128, 1.04), (512, 1.28), (2048, 1.08)),
+}
+"""How experts are held -> what a call of them takes over one in bfloat16, by the rows of an expert that is hit: on an
+H200, of Mixtral's, OLMoE's and Qwen3-30B's layers (kernels/bench/results.csv, suite "int4"). Few rows wait for weights,
+and gain; many are bound by arithmetic, for which codes are first made numbers, and lose."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Assumed:
     """What a plan was estimated with: GPU, links and load. ``across`` is the link between nodes; None: there is one."""

@@ -4,6 +4,7 @@ config.json, no weights; needs no GPU.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from argparse import SUPPRESS, ArgumentTypeError, Namespace
 from collections.abc import Iterator, Sequence
@@ -14,16 +15,19 @@ from rich.text import Text
 
 from services.config import OptionParser, Settings, layer, parse_options
 from services.errors import CheckpointError, ConfigError
+from services.model.held_experts import held_experts
 from services.model.hub import config_folder
 from services.model.load_spec import load_spec
+from services.model.sources import promised_kinds
 from services.model.spec import ModelSpec
 from services.placement import DoesNotFit, counted, parallel_plan
 from services.planner import trace as plan_trace
 from services.planner.command import command, layout_of
-from services.planner.estimate import Row, between, exchanges, inside, kv_bytes, row, weights
+from services.planner.estimate import Row, between, exchanges, held_bytes, inside, kv_bytes, row, weights
 from services.planner.figures import (
     ACROSS_GB,
     ACROSS_US,
+    EXPERT_TIMES,
     KINDS,
     LINK_US,
     LOCKSTEP_US,
@@ -38,6 +42,11 @@ _PROMPTS = (
     f"(docs/operating.md, how many GPUs a load takes). A step has room for {PREFILL_TOKENS:,} tokens of prompts beside "
     "the decodes (--max-num-batched-tokens)."
 )
+_PREFILL = (
+    "Quantised experts are faster where few rows of a step meet in one expert, as in decode, and slower than 16 bits "
+    "from about 100 rows on, as in prefill (docs/models.md)."
+)
+_UNMEASURED = "Layers of experts in {} were not measured: times are those of 16 bits, memory is theirs."
 _LARGE_STEPS = f" Steps of more than {SHARED_ROWS} tokens go to experts by NCCL or TCP, not through shared memory."
 _INSTALL = "Run in a clone of expertmesh (docs/kubernetes-operations.md says what the cluster needs):"
 
@@ -54,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
     """
     if any(word.split("=")[0] == "--trace" for word in argv):
         return plan_trace.main(argv)
-    options = parse_options(_parser(), argv, ["model", "revision"], positional=True)
+    options = parse_options(_parser(), argv, ["model", "revision", "expert_format"], positional=True)
     given, settings = Namespace(**options), _with_folder(layer(options).settings)
     _check(given)
     spec = _spec(settings)
@@ -135,7 +144,8 @@ def _spec(settings: Settings) -> ModelSpec:
     spec = load_spec(folder)
     if not spec.moe_layers:
         raise ConfigError(f"{settings.model} has no experts.", hint="The planner is for Mixture-of-Experts models.")
-    return spec
+    experts = held_experts(spec, settings.held_experts, promised_kinds(spec), folder)
+    return dataclasses.replace(spec, experts=experts)
 
 
 def _check(given: Namespace) -> None:
@@ -149,8 +159,12 @@ def _check(given: Namespace) -> None:
     if given.weight_bits is not None:
         raise ConfigError(
             "--weight-bits is no longer an option.",
-            hint="Leave it out: weights are loaded in 16 bits, those of quantised checkpoints too.",
+            hint="Leave it out: --expert-format says how experts are held, and all other weights have 16 bits.",
         )
+
+
+def _held(spec: ModelSpec) -> str:
+    return f" with experts in {spec.experts.label}" if spec.experts.label else " in 16 bits"
 
 
 def _check_context(spec: ModelSpec, given: Namespace) -> None:
@@ -172,10 +186,10 @@ def _rows(spec: ModelSpec, given: Namespace) -> Rows:
             rows[tokens] = None
     if any(rows.values()):
         return rows
-    total, least = 2 * sum(weights(spec)) / 1e9, min(rows)
+    total, least = sum(held_bytes(spec)) / 1e9, min(rows)
     cache = f"{counted(least, 'request')} {least * kv_bytes(spec, given) / 1e9:.1f} GB"
     raise DoesNotFit(
-        f"{given.gpus} x {given.gpu} cannot hold the model: its weights take {total:.1f} GB in 16 bits, the KV cache "
+        f"{given.gpus} x {given.gpu} cannot hold the model: its weights take {total:.1f} GB{_held(spec)}, the KV cache "
         f"of {cache}; of a GPU's {KINDS[given.gpu].memory / 1e9:.0f} GB {USED_MEMORY:.0%} can be used.",
         hint="Use more or larger GPUs, smaller batches (--tokens), or a shorter --context.",
     )
@@ -186,10 +200,13 @@ def _report(spec: ModelSpec, settings: Settings, given: Namespace, rows: Rows) -
     best = max(filter(None, rows.values()), key=lambda each: each.tokens_s)
     yield _title(spec, settings, given)
     if spec.quantisation is not None:
-        method = spec.quantisation.method
-        yield f"The checkpoint is quantised ({method}); its weights are counted as they are loaded, in 16 bits."
+        held, label = "are counted as they are held, in", spec.experts.label
+        counted_so = f"experts {held} {label}, other weights in 16 bits" if label else f"weights {held} 16 bits"
+        yield f"The checkpoint is quantised ({spec.quantisation.method}); {counted_so}."
     yield _table(given, rows, best)
     yield _recommended(given, rows, best)
+    if spec.experts.label:
+        yield _PREFILL if spec.experts.label in EXPERT_TIMES else _UNMEASURED.format(spec.experts.label)
     yield _PROMPTS + _LARGE_STEPS * (layout_of(best, given) == "disaggregated")
     yield _memory(given, best)
     yield "Run:" if given.nodes == 1 else _INSTALL
@@ -205,8 +222,10 @@ def _title(spec: ModelSpec, settings: Settings, given: Namespace) -> str:
     count = sum(weights(spec))
     dtype = "bfloat16" if spec.dtype == "float32" else spec.dtype
     where = f"{given.gpus} x {given.gpu}" + (f" in {given.nodes} nodes" if given.nodes > 1 else "")
+    held = f", experts in {spec.experts.label}" if spec.experts.label else ""
     return (
-        f"{settings.model} on {where}: {count / 1e9:.3g} billion parameters, {_gb(2 * count)} in {dtype}; "
+        f"{settings.model} on {where}: {count / 1e9:.3g} billion parameters, {_gb(sum(held_bytes(spec)))} in {dtype}"
+        f"{held}; "
         f"{spec.num_experts} experts, {spec.top_k} for each token."
     )
 

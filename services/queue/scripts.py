@@ -35,7 +35,7 @@ from services.queue.connect import queue_errors
 from services.queue.keys import Keys
 from services.queue.limits import QueueLimits
 from services.queue.prompts import HEAD_TOKENS, ID_BYTES, Stored
-from services.wire import OLDEST_WIRE, WIRE
+from services.wire import OLDEST_WIRE, WIRE, differ_in_format, format_of
 
 CHUNK = 500
 """Requests per call; the fields of one XADD must fit Lua's stack."""
@@ -174,7 +174,13 @@ def _typed(text: str) -> ExpertMeshError | None:
             hint="Upgrade through a release that reads some of both, or stop those members first.",
         )
     if kind == "FINGERPRINT":
-        served, what = text.split("FINGERPRINT", 1)[1].split()[:2]
+        served, what, mine = [*text.split("FINGERPRINT", 1)[1].split(), ""][:3]
+        if what == "weights" and differ_in_format(served, mine):
+            return FingerprintMismatch(
+                f"Live members of this namespace hold experts in {format_of(served)}, and this worker in "
+                f"{format_of(mine)}.",
+                hint="Start all of them with the same --expert-format, or choose another --namespace.",
+            )
         other = "different weights of the same shape" if what == "weights" else "a different model"
         return FingerprintMismatch(
             f"Live members of this namespace serve {other} (fingerprint {served}).",

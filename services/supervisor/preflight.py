@@ -6,16 +6,20 @@ that an answer comes within a second.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from services.attention.setup.batch_size import BatchSize, batch_size
 from services.attention.setup.capacity import USUAL_KV_GIB, Capacity, capacity
 from services.config import Settings
 from services.errors import ConfigError
+from services.model.held_experts import expert_bytes, held_experts
 from services.model.load_spec import load_spec, tokenizer_file
 from services.model.names import dense_shapes, expert_shapes
+from services.model.sources import kind_of
 from services.model.spec import ModelSpec
 from services.model.tensor_entries import tensor_entries
 from services.supervisor.gpus import Gpus, find_gpus
@@ -28,13 +32,16 @@ EXPERT_WORKER_SPARE = 2 << 30
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Preview:
-    """What the server will use. Sizes in bytes; ``kv_bytes`` and ``room`` are those of one attention worker, None where
-    it measures its GPU first. ``size`` is None where only the worker knows its GPU."""
+    """What the server will use. Sizes in bytes; ``expert_format`` is empty where experts are dense. ``kv_bytes`` and
+    ``room`` are those of one attention worker, None where it measures its GPU first; ``size`` is None where only the
+    worker knows its GPU."""
 
     device: str
     dtype: str
     parameters: int
     expert_parameters: int
+    expert_format: str
+    weight_bytes: int
     room: Capacity | None
     kv_bytes: int | None
     size: BatchSize | None
@@ -44,10 +51,10 @@ class Preview:
 
     def lines(self) -> list[str]:
         """Return what a user wants to know before the first request."""
-        each = _BYTES[self.dtype]
+        held = f", held in {self.expert_format}" if self.expert_format else ""
         return [
             f"device {self.device}, {self.dtype}: {_count(self.parameters)} parameters, "
-            f"{_count(self.expert_parameters)} of them in experts ({_size(self.parameters * each)} of weights)",
+            f"{_count(self.expert_parameters)} of them in experts{held} ({_size(self.weight_bytes)} of weights)",
             *self._kv_lines(),
         ]
 
@@ -86,15 +93,22 @@ def preflight(settings: Settings, find: Callable[[], Gpus] = find_gpus) -> Previ
     _check_gpus(settings, gpus)
     blocks, room = _room(settings, spec, _BYTES[dtype], on_cpu=device == "cpu")
     tokenizer_file(settings.model)
-    tensor_entries(settings.model, spec)
+    entries, sources = tensor_entries(settings.model, spec)
+    stored = partial(kind_of, entries=entries, sources=sources)
+    held = held_experts(spec, settings.held_experts, stored, settings.model)
+    spec = dataclasses.replace(spec, experts=held)
     experts = sum(map(math.prod, expert_shapes(spec).values()))
+    dense = sum(map(math.prod, dense_shapes(spec).values()))
+    expert_nbytes = expert_bytes(spec, _BYTES[dtype])
     groups = settings.expert_groups or max(1, settings.seats)
     known = bool(gpus.memory) or device == "cpu"
     return Preview(
         device=device,
         dtype=dtype,
-        parameters=experts + sum(map(math.prod, dense_shapes(spec).values())),
+        parameters=experts + dense,
         expert_parameters=experts,
+        expert_format=held.label,
+        weight_bytes=dense * _BYTES[dtype] + expert_nbytes,
         room=room,
         kv_bytes=blocks and blocks * settings.block_size * spec.kv_bytes(_BYTES[dtype]),
         size=batch_size(
@@ -106,7 +120,7 @@ def preflight(settings: Settings, find: Callable[[], Gpus] = find_gpus) -> Previ
         else None,
         gpu_memory_utilization=settings.gpu_memory_utilization,
         gpus=0 if device == "cpu" else len(gpus.names),
-        expert_worker_bytes=-(-experts // groups) * _BYTES[dtype] + EXPERT_WORKER_SPARE,
+        expert_worker_bytes=-(-expert_nbytes // groups) + EXPERT_WORKER_SPARE,
     )
 
 

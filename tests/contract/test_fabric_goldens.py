@@ -9,7 +9,7 @@ from testkit.fabric.tcp import pair
 from torch import Tensor
 
 from services.fabric.lockstep.rendezvous import Facts
-from services.fabric.nccl.messages import Fetch, LaneNote, Weights
+from services.fabric.nccl.messages import Fetch, LaneNote, TypedWeights, Weights
 from services.fabric.shared_memory import memory as shared_memory
 from services.fabric.shared_memory import messages as sharing
 from services.fabric.shared_memory.memory import MemoryHandle
@@ -108,6 +108,14 @@ def test_frames_of_the_last_release_are_read_and_made(kind: Kind) -> None:
     assert frame.kind == kind
     assert message is None or message_of(frame, type(message)) == message
     assert bytes(frame.payload) == b"".join(map(bytes, map(tcp_wire.bytes_of, tensors)))
+
+
+def test_a_part_of_a_quantised_weight_says_its_type_behind_what_the_last_release_reads() -> None:
+    dense = Weights(layer=3, name="down", shape=(2, 3), checksum=1 << 63)
+    part = TypedWeights(layer=3, name="down.packed", shape=(2, 3), checksum=5, dtype="uint8")
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(part)) == [3, "down.packed", [2, 3], 5, "uint8"]
+    read = tcp_wire.decoded(msgspec.msgpack.encode(dense), TypedWeights, "weights")
+    assert (read.name, read.shape, read.dtype) == ("down", (2, 3), "")
 
 
 def test_facts_of_the_last_release_name_no_versions_and_mean_the_first() -> None:

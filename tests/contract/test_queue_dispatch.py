@@ -198,6 +198,18 @@ async def test_other_weights_of_an_equal_shape_are_refused_while_members_live(be
     assert await bench.redis.pttl(key) > 0
 
 
+async def test_another_form_of_experts_is_refused_by_both_names(bench):
+    experts = ExpertQueue(bench.redis, bench.keys, bench.limits)
+    seat = ExpertInfo(id="e", fingerprint="f", host="h", port=1, memory_bytes=1, pid=1, version="0", weights="base")
+    info = structs.replace(bench.worker_info("w"), weights="base+int4-g128")
+    await bench.worker.register(info, 60, credit_tokens=1, credit_requests=1)
+    with pytest.raises(FingerprintMismatch, match="hold experts in int4-g128, and this worker in dense"):
+        await experts.join(seat, 60)
+    with pytest.raises(FingerprintMismatch, match="hold experts in int4-g128, and this worker in int8-channel"):
+        await experts.join(structs.replace(seat, weights="base+int8-channel"), 60)
+    await experts.join(structs.replace(seat, weights="base+int4-g128"), 60)
+
+
 async def test_another_model_is_refused_while_members_live(bench):
     await bench.add_worker("w")
     with pytest.raises(FingerprintMismatch):

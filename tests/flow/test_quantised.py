@@ -10,21 +10,18 @@ import random
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from testkit.models.checkpoints import VOCAB, save_checkpoint
+from testkit.models.oracles import complete_all, oracles_answers
 from testkit.models.quantised_checkpoints import quantise
 from testkit.models.quantisers import FORMATS
-from testkit.processes.servers import Server, bench
+from testkit.processes.servers import bench
 from testkit.waiting import until
 
 from services.model.digests import write_digests
-from services.model.reference import ReferenceModel
 
 pytestmark = pytest.mark.alone
 
-MARGIN = 1e-4
-"""Smallest gap, in logits, of any token: far above float32 rounding."""
 LAYOUTS: dict[str, dict[str, Any]] = {
     "local": {},
     "apart": {"layout": "disaggregated", "expert_workers": 2, "expert_groups": 1},
@@ -40,26 +37,6 @@ CASES = [
 ]
 WIDTHS = {"olmoe": {"intermediate_size": 64}, "mixtral": {"intermediate_size": 80}}
 """MXFP4 needs groups of 32 columns."""
-
-
-def oracles_answers(folder: Path, prompts: list[list[int]], count: int) -> list[list[int]]:
-    oracle, answers = ReferenceModel.load(folder), []
-    for prompt in prompts:
-        tokens: list[int] = []
-        for _ in range(count):
-            best = oracle.logits(prompt + tokens)[-1].topk(2)
-            assert float(best.values[0] - best.values[1]) > MARGIN, "the oracle is not sure"
-            tokens.append(int(best.indices[0]))
-        answers.append(tokens)
-    return answers
-
-
-async def complete_all(server: Server, prompts: list[list[int]], count: int) -> list[list[int]]:
-    body = {"model": "tiny", "temperature": 0, "ignore_eos": True, "return_token_ids": True, "max_tokens": count}
-    async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
-        asked = (client.post("/v1/completions", json=body | {"prompt": prompt}) for prompt in prompts)
-        found = await asyncio.gather(*asked)
-    return [response.raise_for_status().json()["choices"][0]["token_ids"] for response in found]
 
 
 @pytest.mark.parametrize(("layout", "family", "form"), CASES)

@@ -37,7 +37,7 @@ def rounded(w_OI: Tensor, like: QuantisedWeight) -> tuple[Tensor, Tensor, Tensor
     w_RrGC = whole_OI.view(out_features // like.scale_rows, like.scale_rows, runs, whole_OI.shape[1] // runs)
     zeros_RG: Tensor | None = None
     if like.codes == "e4m3":
-        scales_RG = w_RrGC.abs().amax((1, 3)) / _E4M3_LARGEST
+        scales_RG = _over(w_RrGC.abs().amax((1, 3)), _E4M3_LARGEST)
         codes_RrGC = (w_RrGC / _steps(scales_RG)).to(torch.float8_e4m3fn).view(torch.uint8)
     elif like.codes == "e2m1":
         scales_RG, codes_RrGC = _e2m1(w_RrGC)
@@ -55,7 +55,7 @@ def _around_zero(w_RrGC: Tensor, bits: int) -> Tensor:
     """float16 ``[R, G]``; tiny ones are raised to float16's smallest number, so that they still mean something."""
     w_RGC = w_RrGC.transpose(1, 2).flatten(2)
     extreme_RG = w_RGC.gather(2, w_RGC.abs().argmax(2, keepdim=True)).squeeze(2)
-    exact_RG = extreme_RG / EXTREME_CODE[bits] if bits == 4 else extreme_RG.abs() / EXTREME_CODE[bits]
+    exact_RG = _over(extreme_RG if bits == 4 else extreme_RG.abs(), EXTREME_CODE[bits])
     return torch.where(exact_RG == 0, 0.0, exact_RG.abs().clamp_min(SMALLEST_SCALE).copysign(exact_RG)).half()
 
 
@@ -63,7 +63,7 @@ def _between_extremes(w_RrGC: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Scales in float16 and the codes of zero, which is among the numbers that can be meant."""
     low_RG, high_RG = w_RrGC.amin((1, 3)).clamp(max=0), w_RrGC.amax((1, 3)).clamp(min=0)
     levels = (1 << bits) - 1
-    exact_RG = (high_RG - low_RG) / levels
+    exact_RG = _over(high_RG - low_RG, levels)
     scales_RG = torch.where(exact_RG == 0, 0.0, exact_RG.clamp_min(SMALLEST_SCALE)).half()
     return scales_RG, (-low_RG / _steps(scales_RG)[:, 0, :, 0]).round().clamp(0, levels).to(torch.uint8)
 
@@ -85,6 +85,11 @@ def _e2m1(w_RrGC: Tensor) -> tuple[Tensor, Tensor]:
     nearest = torch.bucketize(w_RrGC.abs(), between)
     halfway = (w_RrGC.abs() == between[nearest.clamp(max=6)]) & (nearest % 2 == 1)
     return scales_RG, (nearest + halfway + 8 * (w_RrGC < 0)).to(torch.uint8)
+
+
+def _over(values_RG: Tensor, number: float) -> Tensor:
+    """The quotient. By a tensor: on a GPU torch multiplies by a number's inverse, and codes would not be a CPU's."""
+    return values_RG / torch.full((), number, dtype=values_RG.dtype, device=values_RG.device)
 
 
 def _steps(scales_RG: Tensor) -> Tensor:

@@ -26,7 +26,8 @@ from services.attention.setup.worker_plan import Asked, Measured, WorkerPlan, cr
 from services.config import Settings
 from services.fabric.link import ExpertLink
 from services.model.dense import DenseModel
-from services.model.names import dense_shapes, expert_shapes
+from services.model.held_experts import expert_bytes
+from services.model.names import dense_shapes
 from services.model.spec import ModelSpec
 
 TOKEN_ID_BYTES = 8
@@ -137,10 +138,9 @@ class Fitting:
 
     def _weights(self) -> int:
         """Return the bytes of weights that surely come to this worker: experts only where it has them all."""
-        shapes = dense_shapes(self.spec)
-        if self.settings.layout == "local":
-            shapes |= expert_shapes(self.spec)
-        return sum(map(math.prod, shapes.values())) * self.dtype.itemsize
+        itemsize = self.dtype.itemsize
+        experts = expert_bytes(self.spec, itemsize) if self.settings.layout == "local" else 0
+        return sum(map(math.prod, dense_shapes(self.spec).values())) * itemsize + experts
 
 
 def announce(plan: WorkerPlan, max_position: int) -> None:

@@ -4,7 +4,7 @@ from services.config.sections.engine import EngineSettings
 from services.config.sections.experts import ExpertSettings, Layout
 from services.config.sections.gateway import GatewaySettings
 from services.config.sections.lockstep import LockstepSettings
-from services.config.sections.model import ModelSettings
+from services.config.sections.model import ExpertFormat, ModelSettings
 from services.config.sections.network import NetworkSettings
 from services.config.sections.process import ProcessSettings
 from services.config.sections.queue import QueueSettings
@@ -13,6 +13,7 @@ from services.config.sections.tracing import TracingSettings
 
 __all__ = [
     "EngineSettings",
+    "ExpertFormat",
     "ExpertSettings",
     "GatewaySettings",
     "Layout",

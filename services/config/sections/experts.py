@@ -83,7 +83,6 @@ class ExpertSettings(BaseModel):
     fabric_secret_file: Path | None = setting(
         None,
         "file with the secret that attention and expert workers share (default: `serve` makes one for its workers)",
-        common=True,
         roles=COMPUTING,
     )
     fabric_tls_cert: Path | None = setting(

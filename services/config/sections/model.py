@@ -9,6 +9,8 @@ from pydantic import BaseModel, field_validator
 
 from services.config.fields import ATTENTION, COMPUTING, GATEWAY, WITH_MODEL, setting
 
+ExpertFormat = Literal["auto", "dense", "int8", "int4", "int4-channel", "fp8", "mxfp4"]
+
 
 class ModelSettings(BaseModel):
     """The checkpoint that is served, and how it is computed."""
@@ -40,6 +42,15 @@ class ModelSettings(BaseModel):
         common=True,
         roles=COMPUTING,
     )
+    expert_format: ExpertFormat = setting(
+        "auto",
+        "how the weights of experts are held in memory. auto: as the checkpoint has them if kernels take that, else in "
+        "--dtype; dense: in --dtype; int8: rounded to 8 bits with a scale for each row; int4: to 4 bits with a scale "
+        "for each 128 columns; int4-channel: to 4 bits with a scale for each row; fp8: to FP8 in blocks of 128 x 128; "
+        "mxfp4: to FP4 with a scale for each 32 columns. Attention and expert workers need the same",
+        common=True,
+        roles=COMPUTING,
+    )
     batch_invariant: bool = setting(
         False,
         "compute each answer with the same bits whatever else is in the batch, whatever chunks its prompt came in and "
@@ -60,6 +71,11 @@ class ModelSettings(BaseModel):
         """Name of the model in the API."""
         assert self.model is not None, "the role needs no model"
         return self.served_model_name or _name_of(self.model.resolve())
+
+    @property
+    def held_experts(self) -> ExpertFormat:
+        """How experts are held: batch-invariant products are of numbers alone, so "auto" chooses these for them."""
+        return "dense" if self.batch_invariant and self.expert_format == "auto" else self.expert_format
 
     @field_validator("model", mode="before")
     @classmethod

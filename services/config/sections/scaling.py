@@ -80,8 +80,9 @@ class ScalingSettings(BaseModel):
         None,
         "label selector of this deployment's workloads, as for `kubectl get -l`; their replica counts are watched, "
         "and pods that are about to be scaled down are removed from the routing table first (default: the Kubernetes "
-        "API is not used)",
+        "API is not used; set by the chart)",
         roles=(SCHEDULER,),
+        hidden=True,
         min_length=1,
     )
     pod: str | None = setting(

@@ -30,6 +30,7 @@ from services.fabric.faults import Faults
 from services.fabric.lockstep.gloo import Group, gloo_group, guarded
 from services.fabric.lockstep.store_proxy import LOOPBACK, ClientProxy, ServerProxy
 from services.fabric.lockstep.turns import StoreWakeUp, notify_all
+from services.wire import differ_in_format, format_of
 
 WIRE = 1
 LOOK_S = 0.5
@@ -221,6 +222,11 @@ def _compare(rank: int, other: Facts, mine: Facts) -> None:
                 f"Rank {rank} differs in its {name}: {getattr(other, name)} there, {getattr(mine, name)} here.",
                 hint=_ALIKE,
             )
+    if differ_in_format(mine.weights, other.weights):
+        raise FingerprintMismatch(
+            f"Rank {rank} holds experts in {format_of(other.weights)}, this rank in {format_of(mine.weights)}.",
+            hint="Give all ranks the same --expert-format.",
+        )
     if other.weights != mine.weights:
         raise FingerprintMismatch(
             f"Rank {rank} serves different weights of the same shape: {other.weights} there, {mine.weights} here.",

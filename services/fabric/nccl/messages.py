@@ -20,9 +20,17 @@ class Fetch(Message, frozen=True, kw_only=True):
 
 
 class Weights(Message, frozen=True, kw_only=True):
-    """Announces a tensor on the lane, with its :func:`services.fabric.nccl.weights.checksum`."""
+    """Announces a tensor on the lane, with its :func:`services.fabric.nccl.weights.checksum`, as the release before
+    does: a dense matrix, in the serving dtype."""
 
     layer: int
     name: str
     shape: tuple[int, ...]
     checksum: int
+
+
+class TypedWeights(Weights, frozen=True, kw_only=True):
+    """Announces a dense matrix, or one of several tensors of a quantised one. ``dtype`` is torch's name; it is empty
+    where the other side is of the release before, which in turn does not read it."""
+
+    dtype: str = ""

@@ -1,7 +1,7 @@
 """Sends a group's weights from a seat that holds them to a worker that joins: tensor by tensor over the lane.
 
 joiner -> FETCH    a layer and the experts wanted of it, for all layers at once
-seat   -> WEIGHTS  one tensor's name, shape and checksum; the tensor itself follows on the lane
+seat   -> WEIGHTS  one tensor's name, shape, type and checksum; the tensor itself follows on the lane
 seat   -> FAILED   it holds other experts
 """
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from services.errors import CallFailed, LaneFailed, WireError
-from services.fabric.nccl.messages import Fetch, Weights
+from services.fabric.nccl.messages import Fetch, TypedWeights
 from services.fabric.tcp.connect import Facts, connect, prove
 from services.fabric.tcp.extension import ServerExtension
 from services.fabric.tcp.frames import Failed, Frame, Kind, message_of
@@ -22,7 +22,9 @@ from services.routing import Seat
 
 LayerTensors = Mapping[str, Tensor]
 """A layer's tensors by name, expert by expert in the order of the group."""
-Shapes = Mapping[int, Mapping[str, tuple[int, ...]]]
+Form = tuple[tuple[int, ...], torch.dtype]
+"""A tensor's shape and type."""
+Forms = Mapping[int, Mapping[str, Form]]
 Take = Callable[[int, str, Tensor], None]
 """``(layer, name, tensor)``: called with each tensor that has come."""
 _TENSOR_S = 20.0
@@ -77,25 +79,31 @@ class WeightsGiver(ServerExtension):
             return
         for name, tensor in of_layer[1].items():
             with peer.reading():
-                message = Weights(layer=layer, name=name, shape=tuple(tensor.shape), checksum=checksum(tensor))
+                message = _announcement(layer, name, tensor)
             peer.send(Kind.WEIGHTS, message, rows=tensor, by_lane=True)
+
+
+def _announcement(layer: int, name: str, tensor: Tensor) -> TypedWeights:
+    return TypedWeights(
+        layer=layer, name=name, shape=tuple(tensor.shape), checksum=checksum(tensor), dtype=_name(tensor.dtype)
+    )
 
 
 def fetch(
     seat: Seat,
     facts: Facts,
     wanted: Mapping[int, Sequence[int]],
-    shapes: Shapes,
-    dtype: torch.dtype,
+    forms: Forms,
     stopped: Callable[[], bool] = lambda: False,
     take: Take = lambda _layer, _name, _tensor: None,
 ) -> dict[int, dict[str, Tensor]]:
-    """Fetch weights from the worker in ``seat``: layer -> name -> tensor, in ``dtype``, on the lane's device.
+    """Fetch weights from the worker in ``seat``: layer -> name -> tensor, on the lane's device.
 
     The checksums come from the same seat: they show damage on the way, and no wrong weights.
 
     Args:
         wanted: layer -> ids of experts.
+        forms: all tensors that are to come.
         stopped: called between two tensors; once it returns True the fetch ends by CallFailed.
         take: called with each tensor; its errors end the fetch.
 
@@ -111,32 +119,43 @@ def fetch(
         facts.lanes.join(peer)
         for layer, ids in wanted.items():
             peer.send(Kind.FETCH, Fetch(layer=layer), [torch.tensor(ids, dtype=torch.int32)])
-        found: dict[int, dict[str, Tensor]] = {layer: {} for layer in shapes}
-        for _ in range(sum(map(len, shapes.values()))):
+        found: dict[int, dict[str, Tensor]] = {layer: {} for layer in forms}
+        for _ in range(sum(map(len, forms.values()))):
             message = _next_weights(peer, stopped)
-            if shapes.get(message.layer, {}).get(message.name) != message.shape or message.name in found[message.layer]:
+            form = forms.get(message.layer, {}).get(message.name)
+            if form is None or message.name in found[message.layer] or not _has(message, form):
                 raise WireError(
-                    f"{peer.name} sent {message.name} {message.shape} of layer {message.layer} unrequested."
+                    f"{peer.name} sent {message.name} {message.dtype} {message.shape} of layer {message.layer}, "
+                    f"expected {'nothing' if form is None else f'{_name(form[1])} {form[0]}'}."
                 )
-            found[message.layer][message.name] = tensor = _receive(peer, message, dtype, facts.lanes.device)
+            found[message.layer][message.name] = tensor = _receive(peer, message, form[1], facts.lanes.device)
             take(message.layer, message.name, tensor)
         return found
     finally:
         peer.close()
 
 
-def _next_weights(peer: Peer, stopped: Callable[[], bool]) -> Weights:
+def _has(message: TypedWeights, form: Form) -> bool:
+    shape, dtype = form
+    return message.shape == shape and message.dtype in ("", _name(dtype))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _next_weights(peer: Peer, stopped: Callable[[], bool]) -> TypedWeights:
     until = deadline_in(_TENSOR_S)
     while not stopped():
         frame = peer.receive(until)
         if frame.kind == Kind.FAILED:
             raise CallFailed(f"{peer.name} sent no weights: {message_of(frame, Failed).message}")
         if frame.kind == Kind.WEIGHTS:
-            return message_of(frame, Weights)
+            return message_of(frame, TypedWeights)
     raise CallFailed("Loading was stopped.")
 
 
-def _receive(peer: Peer, message: Weights, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _receive(peer: Peer, message: TypedWeights, dtype: torch.dtype, device: torch.device) -> Tensor:
     into = torch.empty(message.shape, dtype=dtype, device=device)
     if into.is_cuda:  # kernels may still read what this memory held before
         torch.cuda.current_stream(device).synchronize()

@@ -36,6 +36,7 @@ from services.errors import (
 from services.fabric.tcp.frames import DTYPES, Kind, Limits, Message, decoded, frame_parts, message_of, read_frame
 from services.fabric.tcp.stream import Stream
 from services.fabric.tcp.versions import HANDSHAKE, SPOKEN, Versions
+from services.wire import differ_in_format, format_of
 
 HANDSHAKE_LIMITS = Limits(header=4096, payload=0)
 _NONCE_BYTES = 32
@@ -226,6 +227,12 @@ def _check_model(mine: Hello, theirs: Hello, name: str) -> None:
         raise FingerprintMismatch(
             f"{name} (worker {theirs.worker!r}) serves the model {theirs.fingerprint!r}, not {mine.fingerprint!r}.",
             hint="Start attention and expert workers from the same model folder.",
+        )
+    if differ_in_format(mine.weights, theirs.weights):
+        raise FingerprintMismatch(
+            f"{name} (worker {theirs.worker!r}) is for experts held in {format_of(theirs.weights)}, this worker "
+            f"({mine.worker!r}) for experts held in {format_of(mine.weights)}.",
+            hint="Start attention and expert workers with the same --expert-format.",
         )
     if mine.weights and theirs.weights and theirs.weights != mine.weights:
         raise FingerprintMismatch(

@@ -22,12 +22,14 @@ _V2 = ("gptq_v2",)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gptq:
-    """``group`` columns share a scale; 0: all of them. ``sorts``: the order of columns is the checkpoint's own."""
+    """``group`` columns share a scale; 0: all of them. ``sorts``: the order of columns is the checkpoint's own.
+    ``symmetric``: config.json promises the zero point in the middle."""
 
     bits: int
     group: int
     sorts: bool
     zero_offset: int
+    symmetric: bool = False
 
     @property
     def label(self) -> str:
@@ -94,6 +96,7 @@ def _format(config: ConfigFile, values: dict[str, Any]) -> Gptq:
         group=group_size(own),
         sorts=own.flag("desc_act", default=False),
         zero_offset=1 if version in _V1 else 0,
+        symmetric=own.flag("sym", default=False),
     )
 
 

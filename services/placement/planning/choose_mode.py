@@ -114,9 +114,9 @@ def counted(number: int, noun: str) -> str:
 
 
 def _figures(*parts: Shapes | Link | Gpus | Batch) -> Iterator[tuple[str, float]]:
-    unchecked = ("kv_bytes", "latency", "joined", "rows", "kernels", "dense_weights")
+    free = ("kv_bytes", "latency", "joined", "rows", "kernels", "dense_weights", "experts_held", "experts_time")
     for part in parts:
-        yield from ((name, getattr(part, name)) for name in part.__slots__ if name not in unchecked)
+        yield from ((name, getattr(part, name)) for name in part.__slots__ if name not in free)
 
 
 def _check(shapes: Shapes, *others: Link | Gpus | Batch) -> None:

@@ -7,8 +7,9 @@ p + q T = attention's own kernel and what a row costs in sampling and the like,
 
     dense part on n GPUs     A(T, n) = p + q T / n + max(2 W T / n + V T / n over F, b W + V T / n over M)
                              launches  L = 12 l
-    one call of the experts  X(T, n) = c + sqrt((6 D I T K s / n over f F)^2 + (3 D I b H / n over M)^2),  c = 3 l
+    one call of the experts  X(T, n) = c + r sqrt((6 D I T K s / n over f F)^2 + (3 D I b H / n over M)^2),  c = 3 l
       on n GPUs, T rows in   H = E (1 - (1 - K / E)^T) experts are hit, so that their weights are read
+                             r of quantised experts by T K / H, rows of one that is hit, as measured; 1 of others
     copies of a row to n     R(n) = n (1 - (1 - 1 / n)^K)            a row goes once to each GPU that has experts of it
     one way over the link    C = B + latency, B = bytes / bandwidth  bytes = those of the busier end, D a each row
 
@@ -33,7 +34,8 @@ launches by the host (steps are taken to be CUDA graphs), and that disaggregated
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from math import hypot
+from itertools import pairwise
+from math import hypot, log
 
 ACTIVATION_BYTES = 2
 INF = float("inf")
@@ -46,7 +48,9 @@ Qwen3-30B-A3B's shapes in bfloat16 on 4 H200 (docs/log/2026-11.md, layer times b
 class Shapes:
     """A model's sizes in elements.
 
-    ``weight_bytes``: per weight (0.5 for int4). ``dense_weights``: of a layer; 0 stands for 4 hidden^2.
+    ``weight_bytes``: per weight, as far as times go. ``dense_weights``: of a layer; 0 stands for 4 hidden^2.
+    ``experts_held``: bytes of all experts of a layer in memory, if they are quantised; ``experts_time``: rows of an
+    expert that is hit -> what a call takes over one with ``weight_bytes``.
     """
 
     hidden: int
@@ -56,6 +60,8 @@ class Shapes:
     layers: int
     weight_bytes: float = 2.0
     dense_weights: int = 0
+    experts_held: float = 0.0
+    experts_time: tuple[tuple[float, float], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,7 +134,7 @@ class LayerTimes:
     def colocated(self, degree: int, link: Link) -> float:
         """``degree`` GPUs share one copy of the experts and of the rows, over ``link``."""
         tokens = self.batch.tokens * degree / self.gpus.count
-        held = self._expert_bytes() / degree + self._dense_bytes() + self._kv_bytes(self.gpus.count)
+        held = self._held_bytes() / degree + self._dense_bytes() + self._kv_bytes(self.gpus.count)
         if held > self.gpus.memory / self.shapes.layers:
             return INF
         dense = self._dense(tokens, degree)
@@ -148,7 +154,7 @@ class LayerTimes:
         micro-batches in ping-pong."""
         experts = self.gpus.count - attention
         memory = self.gpus.memory / self.shapes.layers
-        if self._expert_bytes() / experts > memory or self._dense_bytes() + self._kv_bytes(attention) > memory:
+        if self._held_bytes() / experts > memory or self._dense_bytes() + self._kv_bytes(attention) > memory:
             return INF, INF
         if self.batch.tokens / attention > self.link.rows:
             return INF, INF
@@ -183,7 +189,8 @@ class LayerTimes:
         rows = tokens * shapes.top_k * (self.batch.skew if count > 1 else 1.0) / count
         flops = 6 * shapes.hidden * shapes.expert_width * rows / (gpus.flops * gpus.kernels.grouped)
         moved = self._expert_bytes() * hit / count / gpus.bandwidth
-        return gpus.kernels.call * gpus.kernels.launch_s + hypot(flops, moved)
+        ratio = between_points(shapes.experts_time, tokens * shapes.top_k / (shapes.experts * hit))
+        return gpus.kernels.call * gpus.kernels.launch_s + ratio * hypot(flops, moved)
 
     def _dense(self, tokens: float, count: int) -> float:
         kv = self.batch.kv_bytes * tokens / count
@@ -216,6 +223,25 @@ class LayerTimes:
         """Return the bytes of a layer's keys and values on each of ``count`` GPUs that share the batch."""
         return self.batch.kv_bytes * self.batch.tokens / count
 
+    def _held_bytes(self) -> float:
+        return self.shapes.experts_held or self._expert_bytes()
+
     def _expert_bytes(self) -> float:
         shapes = self.shapes
         return 3 * shapes.hidden * shapes.expert_width * shapes.weight_bytes * shapes.experts
+
+
+def between_points(points: tuple[tuple[float, float], ...], at: float) -> float:
+    """Return the value at ``at`` of the lines between ``points``, whose first numbers ascend and are taken by their
+    logarithm; beyond them that of the nearest one, and 1 where there are none.
+
+    >>> between_points(((1, 0.5), (4, 1.5)), 2), between_points(((1, 0.5), (4, 1.5)), 100)
+    (1.0, 1.5)
+    """
+    if not points:
+        return 1.0
+    for (before, low), (after, high) in pairwise(points):
+        if at < after:
+            share = log(max(at, before) / before) / log(after / before)
+            return low + share * (high - low)
+    return points[-1][1]

@@ -58,7 +58,7 @@ local function claim_model(claim, lease_ms, good_until)
   local names = { model = P .. 'model', weights = P .. 'weights' }
   for _, key in ipairs({ 'model', 'weights' }) do
     local served = mine[key] and value_of(names[key])
-    if served and served ~= mine[key] and good_until <= NOW then return disagreement('FINGERPRINT', served, key) end
+    if served and served ~= mine[key] and good_until <= NOW then return disagreement('FINGERPRINT', served, key, mine[key]) end
     if served and served ~= mine[key] then note(key) end
   end
   for key, value in pairs(mine) do redis.call('SET', names[key], value, 'PX', 2 * lease_ms) end

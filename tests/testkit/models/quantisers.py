@@ -240,7 +240,7 @@ def _compressed_config(form: str, **weights: Any) -> dict[str, Any]:
     }
 
 
-def _int(form: str, bits: int, group: int | None, *, symmetric: bool = True) -> dict[str, Any]:
+def int_config(form: str, bits: int, group: int | None, *, symmetric: bool = True) -> dict[str, Any]:
     strategy = {"strategy": "channel"} if group is None else {"strategy": "group", "group_size": group}
     return _compressed_config(form, num_bits=bits, symmetric=symmetric, **strategy)
 
@@ -262,18 +262,19 @@ FORMATS: dict[str, Format] = {
         encode=fp8_block(128, 128, scale=torch.bfloat16), config=_FP8 | {"weight_block_size": [128, 128]}
     ),
     "fp8-tensor": Format(encode=fp8_tensor, config=_FP8 | {"activation_scheme": "static"}),
-    "ct-int4-group": Format(encode=compressed(4, 8), config=_int("pack-quantized", 4, 8)),
+    "ct-int4-group": Format(encode=compressed(4, 8), config=int_config("pack-quantized", 4, 8)),
     "ct-int4-group-asym": Format(
-        encode=compressed(4, 8, symmetric=False), config=_int("pack-quantized", 4, 8, symmetric=False)
+        encode=compressed(4, 8, symmetric=False), config=int_config("pack-quantized", 4, 8, symmetric=False)
     ),
     "ct-int4-channel-asym": Format(
-        encode=compressed(4, None, symmetric=False), config=_int("pack-quantized", 4, None, symmetric=False)
+        encode=compressed(4, None, symmetric=False), config=int_config("pack-quantized", 4, None, symmetric=False)
     ),
-    "ct-int8-channel": Format(encode=compressed(8, None), config=_int("pack-quantized", 8, None)),
-    "ct-int4-sorted": Format(encode=compressed(4, 8, sorts=True), config=_int("pack-quantized", 4, 8)),
-    "ct-int8-bytes": Format(encode=compressed(8, None, as_bytes=True), config=_int("int-quantized", 8, None)),
+    "ct-int8-channel": Format(encode=compressed(8, None), config=int_config("pack-quantized", 8, None)),
+    "ct-int4-sorted": Format(encode=compressed(4, 8, sorts=True), config=int_config("pack-quantized", 4, 8)),
+    "ct-int8-bytes": Format(encode=compressed(8, None, as_bytes=True), config=int_config("int-quantized", 8, None)),
     "ct-int8-bytes-asym": Format(
-        encode=compressed(8, 8, symmetric=False, as_bytes=True), config=_int("naive-quantized", 8, 8, symmetric=False)
+        encode=compressed(8, 8, symmetric=False, as_bytes=True),
+        config=int_config("naive-quantized", 8, 8, symmetric=False),
     ),
     "ct-fp8-tensor": Format(
         encode=compressed_fp8("tensor"), config=_float("float-quantized", num_bits=8, strategy="tensor")

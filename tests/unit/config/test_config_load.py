@@ -340,7 +340,10 @@ def test_the_short_help_of_a_role_has_its_own_options(
 
 @pytest.mark.parametrize("word", ["autoscaling", "Autoscaling", "AUTO"])
 def test_help_about_a_topic(word: str, options_in: Callable[..., tuple[set[str], list[str]]]) -> None:
-    assert options_in(f"--help={word}") == (set(TOPICS["Autoscaling"]) - {"pod"}, ["Autoscaling"])
+    assert options_in(f"--help={word}") == (
+        set(TOPICS["Autoscaling"]) - {"pod", "kubernetes_selector"},
+        ["Autoscaling"],
+    )
 
 
 @pytest.mark.parametrize("word", ["--max-num-seqs", "max_num_seqs", "num-seqs"])
@@ -546,6 +549,15 @@ def test_what_fits_together_is_taken(role: str, argv: str) -> None:
     found, words = _load(role, argv), argv.split()
     taken = {word: str(getattr(found, word[2:].replace("-", "_"))) for word in words[::2]}
     assert taken == dict(zip(words[::2], words[1::2], strict=True))
+
+
+@pytest.mark.parametrize("role", ["attention", "experts"])
+def test_batch_invariant_products_are_of_dense_experts(role: str) -> None:
+    words = f"{_REMOTE if role == 'attention' else _SECRET} --batch-invariant"
+    assert _load(role, words).held_experts == "dense"
+    assert _load(role, f"{words} --expert-format dense").held_experts == "dense"
+    with pytest.raises(ConfigError, match="--batch-invariant cannot be combined with --expert-format int4"):
+        _load(role, f"{words} --expert-format int4")
 
 
 @pytest.mark.parametrize(("role", "argv"), [("attention", _REMOTE), ("experts", _SECRET), ("colocated", _SECRET)])

@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from testkit.fabric.peer_weights import digests_of
@@ -16,7 +18,8 @@ from testkit.models.quantised_checkpoints import quantise
 from testkit.models.quantisers import FORMATS
 from testkit.waiting import until
 
-from services.config import Settings
+from moe_kernels import QuantisedWeight
+from services.config import ExpertFormat, Settings
 from services.errors import SeatLost, WeightsMismatch
 from services.experts import serving
 from services.experts.serving import Loader, TcpServing
@@ -25,35 +28,51 @@ from services.experts.weight_sources import given
 from services.fabric.nccl import weights as nccl_weights
 from services.fabric.nccl.weights import WeightsGiver, fetch
 from services.fabric.tcp.connect import Facts
-from services.model.digests import FILE, write_digests
+from services.model.digests import digests_file, write_digests
 from services.model.experts import ExpertWeights
 from services.model.load_spec import load_spec
+from services.model.spec import ModelSpec
 from services.model.weights import load_experts
+from services.model.weights_sample import with_weights
 from services.routing import ShardGroup, even_groups
 
 CPU = torch.device("cpu")
 Change = Callable[[dict[int, ExpertWeights]], object]
 
 
-@pytest.fixture(scope="module", params=["float32", "quantised"])
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What is sent, and what digests are of, are the weights as they are loaded."""
+@dataclass(frozen=True)
+class Model:
+    folder: Path
+    expert_format: ExpertFormat = "auto"
+
+    @property
+    def spec(self) -> ModelSpec:
+        return with_weights(load_spec(self.folder), self.folder, self.expert_format)
+
+
+@pytest.fixture(scope="module", params=["float32", "dequantised", "stored int8", "rounded to int8"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    """What is sent, and what digests are of, are the weights as they are held."""
     plain = save_checkpoint(tmp_path_factory.mktemp("model"), "qwen3_moe")
     if request.param == "float32":
-        return plain
-    return quantise(plain, tmp_path_factory.mktemp("quantised"), FORMATS["gptq-int4-act-order"]).folder
+        return Model(plain)
+    if request.param == "rounded to int8":
+        return Model(plain, "int8")
+    form = FORMATS["gptq-int8-row" if request.param == "stored int8" else "gptq-int4-act-order"]
+    return Model(quantise(plain, tmp_path_factory.mktemp("quantised"), form).folder)
 
 
 class Joining:
     """A worker that joins next to a source that holds the checkpoint's experts, changed by ``change``."""
 
-    def __init__(self, folder: Path, tmp_path: Path, change: Change) -> None:
+    def __init__(self, model: Model, tmp_path: Path, change: Change) -> None:
         (secret := tmp_path / "secret").write_bytes(SECRET)
-        self.spec, self.folder = load_spec(folder), folder
+        self.spec, folder = model.spec, model.folder
         (self.group,) = even_groups(list(self.spec.moe_layers), self.spec.num_experts, 1)
         self.disk = load_experts(folder, self.spec, dtype=torch.float32, device=CPU)
         change(held := load_experts(folder, self.spec, dtype=torch.float32, device=CPU))
         served_by = hello(self.spec.hidden_size, seat=0, fingerprint=self.spec.fingerprint)
+        served_by = msgspec.structs.replace(served_by, weights=self.spec.weights)
         self.source = serve(lane="gloo", weights=given(held), hello=served_by, experts=self.group.experts)
         table = table_of(seat_of(self.source, 0), groups=[self.group], experts=self.spec.num_experts)
         settings = Settings(model=folder, fabric_secret_file=secret, dtype="float32")
@@ -81,25 +100,28 @@ class Joining:
 
 def one_bit(layer: int, name: str, word: int, bit: int) -> Change:
     def change(held: dict[int, ExpertWeights]) -> None:
-        getattr(held[layer], name).view(-1).view(torch.int32)[word] ^= 1 << bit
+        weight = getattr(held[layer], name)
+        tensor = weight.packed if isinstance(weight, QuantisedWeight) else weight
+        tensor.view(-1).view(torch.int32)[word] ^= 1 << bit
 
     return change
 
 
 def swapped(held: dict[int, ExpertWeights]) -> None:
     """Two experts, each as it should be, in each other's place."""
-    matrices = held[1].w_down_EDF
-    matrices[[0, 1]] = matrices[[1, 0]]
+    weight = held[1].w_down_EDF
+    for matrices in weight.tensors().values() if isinstance(weight, QuantisedWeight) else [weight]:
+        matrices[[0, 1]] = matrices[[1, 0]]
 
 
 @pytest.fixture
 def worker(
-    request: pytest.FixtureRequest, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    request: pytest.FixtureRequest, model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Joining]:
     """With lanes over gloo in place of NCCL; the parameter is the change."""
     monkeypatch.setattr(serving, "lanes_for", lambda *_: lanes_of("gloo", required=False))
-    write_digests(folder)
-    made = Joining(folder, tmp_path, request.param)
+    write_digests(model.folder, model.expert_format)
+    made = Joining(model, tmp_path, request.param)
     yield made
     made.close()
 
@@ -136,12 +158,13 @@ def test_a_peer_that_changed_one_bit_is_found_and_the_disk_is_read(
 
 @pytest.mark.parametrize("worker", [swapped], indirect=True)
 def test_where_the_checkpoint_has_no_digests_nobody_is_asked(
-    worker: Joining, caplog: pytest.LogCaptureFixture, folder: Path
+    worker: Joining, caplog: pytest.LogCaptureFixture, model: Model
 ) -> None:
-    (folder / FILE).unlink()
+    digests_file(model.folder, model.spec).unlink()
     with caplog.at_level(logging.INFO):
         assert worker.holds_the_checkpoint()
-    assert "`expertmesh digests FOLDER` writes the file" in caplog.text
+    option = " --expert-format FORMAT" if model.spec.experts.label else ""
+    assert f"`expertmesh digests FOLDER{option}` writes the file" in caplog.text
     assert not worker.source._reception._threads
     assert worker.loader.faults.totals() == {}
 
@@ -153,7 +176,7 @@ def test_a_peer_that_lives_and_gives_nothing_is_left(served: Serve, monkeypatch:
     monkeypatch.setattr(WeightsGiver, "_give", lambda *_: asked.set())
     facts = Facts(hello=hello(), secret=SECRET, timing=CALM, max_bytes=1 << 20, lanes=lanes)
     with pytest.raises(SeatLost):
-        fetch(seat_of(served(lane="gloo"), 0), facts, {0: [0]}, {0: {"down": (1, 4, 6)}}, torch.float32)
+        fetch(seat_of(served(lane="gloo"), 0), facts, {0: [0]}, {0: {"down": ((1, 4, 6), torch.float32)}})
     assert asked.is_set()
     lanes.wait_ended()
 

@@ -41,7 +41,7 @@ def _shapes(layer: object) -> dict[str, object]:
 
 def test_equal_seeds_draw_equal_weights(tmp_path: Path) -> None:
     folder = save_checkpoint(tmp_path, "qwen3_moe")
-    spec = RandomWeights().spec(folder)
+    spec = RandomWeights().spec(folder, "auto")
 
     def router(seed: int) -> torch.Tensor:
         found = (
@@ -53,4 +53,4 @@ def test_equal_seeds_draw_equal_weights(tmp_path: Path) -> None:
     assert torch.equal(router(1), router(1))
     assert not torch.equal(router(1), router(2))
     assert not spec.weights, "no weights were read"
-    assert FromCheckpoint().spec(folder).weights
+    assert FromCheckpoint().spec(folder, "auto").weights

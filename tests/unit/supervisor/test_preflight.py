@@ -90,6 +90,19 @@ def test_sizes_are_those_of_the_model(folder: Path) -> None:
     assert "longest context: 32 tokens (prompt and answer); the KV cache holds 5 of these" in text
 
 
+def test_experts_are_counted_as_they_are_held(folder: Path) -> None:
+    """Two groups of them, on a worker each; what they cannot be held in is refused before anything starts."""
+    options: dict[str, Any] = {"layout": "disaggregated", "expert_workers": 2}
+    dense, held = (_preflight(folder, TWO, **options, **more) for more in ({}, {"expert_format": "int8"}))
+    assert "in experts, held in int8-channel (" in "\n".join(held.lines())
+    experts = dense.expert_parameters
+    scales = held.weight_bytes - (dense.weight_bytes - 4 * experts) - experts
+    assert 0 < scales < experts / 8
+    assert held.expert_worker_bytes == EXPERT_WORKER_SPARE + (experts + scales) // 2
+    with pytest.raises(ConfigError, match=r'"model\.layers\.0\..*gate_proj\.weight" cannot be held in fp8'):
+        _preflight(folder, expert_format="fp8")
+
+
 def test_it_agrees_with_the_engine_on_the_kv_cache(folder: Path) -> None:
     import torch
 

@@ -78,6 +78,8 @@ def test_ranks_whose_wires_or_weights_differ_part_by_name() -> None:
         _compare(1, replace_facts(FACTS, wire=2), FACTS)
     with pytest.raises(FingerprintMismatch, match="Rank 1 serves different weights"):
         _compare(1, replace_facts(FACTS, weights="tuned"), FACTS)
+    with pytest.raises(FingerprintMismatch, match="Rank 1 holds experts in int4-g128, this rank in dense"):
+        _compare(1, replace_facts(FACTS, weights=f"{FACTS.weights}+int4-g128"), FACTS)
 
 
 def test_a_rank_of_a_release_without_a_version_in_common_does_not_wait_for_ever(

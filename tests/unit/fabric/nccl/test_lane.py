@@ -43,6 +43,7 @@ from services.fabric.tcp import connection as tcp_seat
 from services.fabric.tcp.connect import Facts
 from services.fabric.tcp.connection import SeatLink
 from services.fabric.tcp.link import TcpLink
+from services.model.expert_format import ALL_DENSE
 from services.model.experts import ExpertWeights
 from services.routing import ShardGroup, even_groups
 
@@ -317,7 +318,7 @@ def layers() -> dict[int, ExpertWeights]:
 
 
 class Spec:
-    hidden_size, expert_ffn = 4, 6
+    hidden_size, expert_ffn, experts = 4, 6, ALL_DENSE
 
 
 def weight_sources(*seats: Any, group: ShardGroup, held: dict[int, ExpertWeights]) -> WeightSources:
@@ -378,19 +379,28 @@ def test_a_peer_of_another_cut_or_without_lane_is_no_source(served: Serve) -> No
 def test_a_damaged_tensor_is_refused(served: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     server = served(lane="gloo", weights=given(layers()))
     facts = Facts(hello=hello(), secret=SECRET, timing=CALM, max_bytes=1 << 20, lanes=lanes_of("gloo"))
-    shapes = {0: {"gate_up": (3, 12, 4), "down": (3, 4, 6)}}
+    down = (3, 4, 6), torch.float32
+    forms = {0: {"gate_up": ((3, 12, 4), torch.float32), "down": down}}
 
-    def asked(shapes: nccl_weights.Shapes) -> ExpertMeshError:
+    def asked(forms: nccl_weights.Forms) -> ExpertMeshError:
         with pytest.raises(ExpertMeshError) as caught:
-            fetch(seat_of(server, 0), facts, {0: IDS}, shapes, torch.float32)
+            fetch(seat_of(server, 0), facts, {0: IDS}, forms)
         return caught.value
 
-    assert isinstance(asked({0: {"gate_up": (3, 12, 5), "down": (3, 4, 6)}}), WireError)
+    assert isinstance(asked({0: {"gate_up": ((3, 12, 5), torch.float32), "down": down}}), WireError)
     real, here = checksum, threading.get_ident()
     monkeypatch.setattr(nccl_weights, "checksum", lambda tensor: real(tensor) + (threading.get_ident() == here))
-    assert "has another checksum" in asked(shapes).message
+    assert "has another checksum" in asked(forms).message
     with pytest.raises(CallFailed, match="are not held here"):
-        fetch(seat_of(server, 0), facts, {0: (0, 1, 2)}, shapes, torch.float32)
+        fetch(seat_of(server, 0), facts, {0: (0, 1, 2)}, forms)
+
+
+def test_parts_of_another_type_are_refused(served: Serve) -> None:
+    server = served(lane="gloo", weights={0: (IDS, {"down.scales": torch.zeros(3, 12, 1).half()})})
+    facts = Facts(hello=hello(), secret=SECRET, timing=CALM, max_bytes=1 << 20, lanes=lanes_of("gloo"))
+    words = "sent down.scales float16 .3, 12, 1. of layer 0, expected bfloat16 .3, 12, 1."
+    with pytest.raises(WireError, match=words):
+        fetch(seat_of(server, 0), facts, {0: IDS}, {0: {"down.scales": ((3, 12, 1), torch.bfloat16)}})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])

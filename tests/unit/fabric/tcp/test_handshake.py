@@ -84,6 +84,18 @@ def test_weights_that_one_side_does_not_know_part_nobody(mine: str, theirs: str)
     tcp_handshake._check_model(hello(weights=mine), hello(seat=0, weights=theirs), "experts-0")
 
 
+@pytest.mark.parametrize("theirs", ["base", "base+int8-channel", ""])
+def test_who_holds_experts_in_another_form_is_refused_by_both_names(theirs: str) -> None:
+    """A worker of the release before, which knows no form and maybe no weights, holds dense ones."""
+    sides = hello(weights="base+int4-g128"), hello(seat=0, weights=theirs)
+    found = "int8-channel" if "+" in theirs else "dense"
+    words = f"is for experts held in {found}, this worker .'attention-0'. for experts held in int4-g128"
+    with pytest.raises(FingerprintMismatch, match=words):
+        tcp_handshake._check_model(*sides, "experts-0")
+    with pytest.raises(FingerprintMismatch, match=f"held in int4-g128, this worker .* for experts held in {found}"):
+        tcp_handshake._check_model(*reversed(sides), "attention-0")
+
+
 def test_an_expert_worker_without_the_secret_is_not_believed() -> None:
     """It accepts any proof and welcomes with one that it cannot make."""
 

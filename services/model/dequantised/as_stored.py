@@ -1,0 +1,70 @@
+"""Brings a stored weight into the form that kernels take, without rounding anything."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_kernels import ArgumentError, QuantisedWeight, from_codes
+from services.errors import CheckpointError
+from services.model.dequantised.formats import scaled
+from services.model.dequantised.parts import Part, Parts, Scaled, equal_groups
+from services.model.expert_format import Kind
+from services.model.quantised.stored import LinearFormat, Shape
+
+
+def as_stored(scheme: LinearFormat, parts: Parts, shape: Shape, kind: Kind) -> QuantisedWeight:
+    """Return the weight ``[N, K]``, as the only expert of a weight of ``kind``.
+
+    Raises:
+        CheckpointError: codes, scales, zero points or the order of columns are not such that ``kind`` has each value.
+    """
+    weight = scaled(scheme, parts, shape)
+    if not torch.equal(weight.group_K, equal_groups(shape[1], kind.group or shape[1])):
+        raise _inexact(parts.get("order", parts["codes"]), f"columns in groups of {kind.group}", "another order")
+    codes_NK, zeros_NG = _whole(weight, parts, kind) if kind.codes == "int" else (weight.codes_NK, None)
+    scales_NG = weight.scales_NG
+    if kind.scale_type == "uint8":
+        scales_NG = parts["scales"].tensor.view(torch.uint8).reshape(shape[0], -1)
+    scales_NG = scales_NG.expand(shape[0], -1)[:: kind.scale_rows]
+    try:
+        return from_codes(
+            codes_NK.contiguous().unsqueeze(0),
+            scales_NG.to(getattr(torch, kind.scale_type)).contiguous().unsqueeze(0),
+            bits=kind.bits,
+            group=kind.group,
+            codes=kind.codes,
+            zeros=None if zeros_NG is None else zeros_NG[:: kind.scale_rows].contiguous().unsqueeze(0),
+            scale_rows=kind.scale_rows,
+        )
+    except ArgumentError as error:
+        raise CheckpointError(
+            f'{parts["codes"].file}: "{parts["codes"].name}" cannot be held as it is stored: {error}.',
+            hint="Download the file again, or quantise the model again.",
+        ) from error
+
+
+def _whole(weight: Scaled, parts: Parts, kind: Kind) -> tuple[Tensor, Tensor | None]:
+    """Return codes from 0 on, and their zero points; None where all are in the middle, and ``kind`` has none."""
+    half, codes_NK, signed = 1 << (kind.bits - 1), weight.codes_NK, weight.codes_NK.dtype == torch.int8
+    assert signed or weight.zeros_NG is not None, "codes from 0 on have zero points"
+    zeros_NG = torch.zeros(1, 1) if weight.zeros_NG is None else weight.zeros_NG
+    if signed:
+        codes_NK, zeros_NG = codes_NK.short() + half, zeros_NG + half
+    zeros_NG = zeros_NG.expand(codes_NK.shape[0], -1)
+    for name, numbers in (("codes", codes_NK), ("zeros", zeros_NG)):
+        if numbers.numel() and not 0 <= int(numbers.min()) <= int(numbers.max()) < 2 * half:
+            raise _inexact(parts.get(name, parts["codes"]), f"integers of {kind.bits} bits", "larger ones")
+    if kind.zeros:
+        return codes_NK.to(torch.uint8), zeros_NG.expand(-1, weight.scales_NG.shape[1]).to(torch.uint8)
+    if not (zeros_NG == half).all():
+        raise _inexact(parts.get("zeros", parts["codes"]), f"the zero point {half} alone", "others")
+    return codes_NK.to(torch.uint8), None
+
+
+def _inexact(part: Part, expected: str, found: str) -> CheckpointError:
+    return CheckpointError(
+        f'{part.file}: tensor "{part.name}" must hold {expected} for its weight to be held as it is stored, found '
+        f"{found}.",
+        hint="Serve it with --expert-format dense.",
+    )

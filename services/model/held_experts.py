@@ -1,0 +1,87 @@
+"""Decides how the experts of a checkpoint are held, by --expert-format and by how they are stored. Torch-free.
+
+All experts of a layer are held alike, so that what is decided is the same for workers that hold different ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from services.config import ExpertFormat
+from services.errors import ConfigError
+from services.model.expert_format import ALL_DENSE, KINDS, HeldExperts, Kind, held
+from services.model.names import TensorNames
+from services.model.spec import ModelSpec
+
+StoredKind = Callable[[str], Kind | None]
+"""Returns the form in which the weight of a name can be held as it is stored, if there is one."""
+
+
+def held_experts(spec: ModelSpec, choice: ExpertFormat, stored: StoredKind, folder: Path) -> HeldExperts:
+    """Return how experts are held.
+
+    Raises:
+        ConfigError: a matrix cannot be held as ``choice`` says, or there is none.
+    """
+    if choice == "dense":
+        return ALL_DENSE
+    if choice == "auto":
+        return held({layer: _as_stored(spec, layer, stored) for layer in spec.moe_layers})
+    _check(spec, choice, folder)
+    return held({layer: _like(KINDS[choice], _as_stored(spec, layer, stored)) for layer in spec.moe_layers})
+
+
+def _like(asked: Kind, stored: Kind | None) -> Kind:
+    """Return ``stored`` where that is what was asked for, but for the type of its scales: then nothing is rounded."""
+    same = stored is not None and replace(stored, scale_type=asked.scale_type) == asked
+    return stored if stored is not None and same else asked
+
+
+def _as_stored(spec: ModelSpec, layer: int, stored: StoredKind) -> Kind | None:
+    names = TensorNames(spec.family)
+    kinds = {
+        stored(name)
+        for expert in range(spec.num_experts)
+        for ffn in (names.expert(layer, expert),)
+        for name in (ffn.gate, ffn.up, ffn.down)
+    }
+    return kinds.pop() if len(kinds) == 1 else None
+
+
+def expert_bytes(spec: ModelSpec, itemsize: int) -> int:
+    """Return the bytes of all experts, held as ``spec.experts`` says; ``itemsize`` is of a number that is dense."""
+    width, hidden = spec.expert_ffn, spec.hidden_size
+    total = 0
+    for layer in spec.moe_layers:
+        kind = spec.experts.of(layer)
+        each = 3 * width * hidden * itemsize if kind is None else _bytes(kind, width, hidden)
+        total += spec.num_experts * each
+    return total
+
+
+def _bytes(kind: Kind, width: int, hidden: int) -> int:
+    return kind.nbytes(2 * width, hidden) + kind.nbytes(hidden, width)
+
+
+def _check(spec: ModelSpec, choice: ExpertFormat, folder: Path) -> None:
+    if not spec.moe_layers:
+        raise ConfigError(
+            f"The model in {folder} has no experts to hold in {choice}.", hint="Leave --expert-format out."
+        )
+    kind, ffn = KINDS[choice], TensorNames(spec.family).expert(spec.moe_layers[0], 0)
+    for name, rows, columns in (
+        (ffn.gate, spec.expert_ffn, spec.hidden_size),
+        (ffn.down, spec.hidden_size, spec.expert_ffn),
+    ):
+        if problem := kind.problem(rows, columns):
+            others = [other for other in KINDS if _all_fit(spec, KINDS[other])]
+            raise ConfigError(
+                f'{folder}: "{name}" cannot be held in {choice}: expected {problem}, found {rows} x {columns}.',
+                hint=f"Choose --expert-format {' or '.join([*others, 'auto'])}.",
+            )
+
+
+def _all_fit(spec: ModelSpec, kind: Kind) -> bool:
+    return not (kind.problem(spec.expert_ffn, spec.hidden_size) or kind.problem(spec.hidden_size, spec.expert_ffn))
