@@ -5,6 +5,7 @@ Making a page costs as much as reading 4 KiB from the page cache, so weights in 
 
 from __future__ import annotations
 
+import ctypes
 import math
 import mmap
 from collections.abc import Sequence
@@ -32,3 +33,14 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
     with suppress(OSError):  # a kernel without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype).view(tuple(shape))
+
+
+def give_back(storage: torch.UntypedStorage) -> None:
+    """Give the memory of ``storage`` back to the system: what :func:`empty` mapped stays in place, of any contents and
+    without pages until it is written to; other storages are empty until ``resize_``."""
+    if storage.resizable():
+        storage.resize_(0)
+    elif storage.nbytes():
+        pages = storage.data_ptr(), storage.nbytes()
+        if ctypes.CDLL(None, use_errno=True).madvise(*map(ctypes.c_size_t, pages), mmap.MADV_DONTNEED):
+            raise OSError(ctypes.get_errno(), "madvise")
