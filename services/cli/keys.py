@@ -221,4 +221,6 @@ async def _found(name: str, book: KeyBook) -> list[ApiKey]:
 
 
 def _fields(key: ApiKey) -> dict[str, object]:
-    return {name: value for name, value in msgspec.structs.asdict(key).items() if value not in (None, False)}
+    return {
+        name: value for name, value in msgspec.structs.asdict(key).items() if value is not None and value is not False
+    }

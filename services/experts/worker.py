@@ -134,7 +134,9 @@ class ExpertWorker:
         self._heartbeat_backoff = Backoff(max_s=min(1.0, timing.lease / 8))
 
     def missing(self) -> list[str]:
-        """Return what the worker waits for before it serves, for /ready."""
+        """Return what the worker waits for before it serves, for /ready; nothing while it is to sleep."""
+        if self._sleep.level:
+            return []
         if not self.seat:
             return ["a seat"]
         if self.status == "waiting":

@@ -36,8 +36,8 @@ class SchedulerMetrics:
         self.leader = series.gauge("scheduler_leader", "1 on the leading scheduler, 0 on a standby.")
         self.sleep_level = series.gauge(
             "sleep_level",
-            "How deeply the model is to sleep: 0: it serves; 1: weights are kept in the memory of hosts; 2: they are not. "
-            "0 on a standby.",
+            "How deeply the model is to sleep: 0: it serves; 1: weights stay in the memory of hosts; 2: they do not. 0 "
+            "on a standby.",
         )
         self._queue(series)
         self._placement(series)

@@ -81,7 +81,7 @@ _GATEWAY = Rule(
     ),
     commands=_words("xread xtrim exists hmget set time"),
     owns=_REQUESTS | _MEMBERS | _words("claims gateways seq rate: idem: idem_of: load: handled: sleep sleepers"),
-    reads=_words("seats workers leader leader:epoch leader:wire keys"),
+    reads=_words("workers leader leader:epoch leader:wire keys"),
 )
 _ATTENTION = Rule(
     scripts=_words(
@@ -96,7 +96,7 @@ _EXPERTS = Rule(
     scripts=_words("join_seat seat_heartbeat leave_seat deregister_seat quarantine note_sleep"),
     commands=_words("xread time"),
     owns=_SEATS | _MEMBERS | _words("last_seat epochs_lost reclaim_after wake sleepers"),
-    reads=_words("table table_epoch table_epochs sleep workers"),
+    reads=_words("table table_epoch table_epochs sleep"),
 )
 _WORKERS = _ATTENTION | _EXPERTS | Rule(scripts=_words("workers seats death_notice"))
 """Attention workers with seats, and the supervisor that starts them: it reports workers that have ended."""

@@ -35,23 +35,20 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sleep:
-    """``ordered``: the level that holds, 0 if the model is to be awake. ``notes``: state of each worker that does not
-    only serve. ``awake``: live workers that do."""
+    """``ordered``: the level that holds, 0 if the model is to be awake. ``notes``: the state of each live worker."""
 
     ordered: int
     notes: Mapping[str, int]
-    awake: tuple[str, ...]
 
     @property
     def sleeping(self) -> bool:
         """Whether requests wait for a wake-up: from the order to sleep until the last worker is awake again."""
-        return bool(self.ordered or self.notes)
+        return bool(self.ordered or any(self.notes.values()))
 
     @property
     def behind(self) -> int:
         """How many live workers have not done yet what is ordered."""
-        done = sum(state >= self.ordered for state in self.notes.values()) if self.ordered else 0
-        return len(self.notes) - done + (len(self.awake) if self.ordered else 0)
+        return sum(state < self.ordered or (state != AWAKE and not self.ordered) for state in self.notes.values())
 
 
 class SleepSwitch:
@@ -66,17 +63,16 @@ class SleepSwitch:
         return int(await self._scripts.run("order_sleep", level))
 
     async def look(self) -> Sleep:
-        ordered, notes, awake = await self._scripts.run("sleepers")
+        ordered, notes = await self._scripts.run("sleepers")
         states = zip(notes[::2], notes[1::2], strict=True)
         return Sleep(
             ordered=int(ordered),
             notes={worker.decode(errors="replace"): int(state) for worker, state in states},
-            awake=tuple(worker.decode(errors="replace") for worker in awake),
         )
 
 
 class SleepNotes:
-    """A worker's side. ``after_attention``: it sleeps only once no attention worker needs it any more."""
+    """A worker's side. ``after_attention``: it has experts, and sleeps only once no attention worker needs them."""
 
     def __init__(
         self,
@@ -90,12 +86,13 @@ class SleepNotes:
     ) -> None:
         self._scripts = Scripts(redis, keys, limits or QueueLimits())
         self._worker, self._lease_ms, self._after = worker, milliseconds(lease_s), after_attention
+        self._kind = "experts" if after_attention else "attention"
 
     async def note(self, state: int) -> tuple[int, int]:
         """Notes ``state``. Returns the level that is ordered, and how many attention workers still serve (0 where the
         worker does not wait for them)."""
         asks = int(self._after and state == AWAKE)
-        ordered, serving = await self._scripts.run("note_sleep", self._worker, state, self._lease_ms, asks)
+        ordered, serving = await self._scripts.run("note_sleep", self._worker, self._kind, state, self._lease_ms, asks)
         return int(ordered), int(serving)
 
 

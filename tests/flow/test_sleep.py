@@ -1,4 +1,4 @@
-"""The whole server sleeps and wakes up: the recorded answers before, meanwhile and after, and less memory in between."""
+"""The whole server sleeps and wakes up: the recorded answers before and after, and less memory in between."""
 
 from __future__ import annotations
 

@@ -305,4 +305,4 @@ class ScriptedSwitch:
     async def look(self) -> Sleep:
         self.looks -= 1
         state = self.ordered if self.looks < 0 else -1
-        return Sleep(ordered=self.ordered, notes={"w": state} if state else {}, awake=() if state else ("w",))
+        return Sleep(ordered=self.ordered, notes={"w": state})
