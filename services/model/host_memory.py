@@ -36,11 +36,12 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
 
 
 def give_back(storage: torch.UntypedStorage) -> None:
-    """Give the memory of ``storage`` back to the system: what :func:`empty` mapped stays in place, of any contents and
-    without pages until it is written to; other storages are empty until ``resize_``."""
+    """Give the memory of ``storage`` back to the system. What :func:`empty` mapped stays in place, of any contents and
+    without pages until it is written to; other storages are empty until ``resize_``. Small ones that numpy has seen
+    cannot be resized, and stay."""
     if storage.resizable():
         storage.resize_(0)
-    elif storage.nbytes():
+    elif storage.nbytes() >= HUGE_PAGE_BYTES and storage.data_ptr() % mmap.PAGESIZE == 0:
         pages = storage.data_ptr(), storage.nbytes()
         if ctypes.CDLL(None, use_errno=True).madvise(*map(ctypes.c_size_t, pages), mmap.MADV_DONTNEED):
             raise OSError(ctypes.get_errno(), "madvise")
