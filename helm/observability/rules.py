@@ -81,7 +81,7 @@ def _owner(by: str) -> str:
 
 
 NOT_ASLEEP = f"unless on ({OWNER}) {most('sleep_level')} > 0"
-"""Of what nobody has to be told while an operator has sent the model to sleep."""
+"""Silences what follows from a sleep that an operator ordered."""
 
 
 def plain(alerts: Sequence[Alert], values: Mapping[str, Any]) -> str:

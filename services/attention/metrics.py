@@ -28,7 +28,7 @@ class Growth:
         self._seen[counter] = total
 
     def follow(self, counter: Counter, total: float) -> float:
-        """Add to ``counter`` what has come since the last call, and return it. A total that fell began anew."""
+        """Add to ``counter`` what has come since the last call, and return it. A total that fell began again."""
         seen = self._seen.get(counter, 0)
         new = total - seen if total >= seen else total
         self._seen[counter] = total

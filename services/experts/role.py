@@ -134,8 +134,8 @@ class ExpertsRole:
 
     def _follower(self, notes: SleepNotes, worker: ExpertWorker) -> SleepFollower:
         """Return what sends ``worker`` to sleep, once requests that need it have ended or were handed back."""
-        patience_s = self._settings.drain_timeout + AFTER_ATTENTION_S
-        return SleepFollower(notes, fall_asleep=worker.fall_asleep, wake_up=worker.wake_up, patience_s=patience_s)
+        wait_s = self._settings.drain_timeout + AFTER_ATTENTION_S
+        return SleepFollower(notes, fall_asleep=worker.fall_asleep, wake_up=worker.wake_up, wait_s=wait_s)
 
     def missing(self) -> list[str]:
         """Return what the worker waits for before it serves, for /ready; nothing once it has left, or while it waits

@@ -85,7 +85,7 @@ class _SleepOrder:
         self.level, self._done = level, done
 
     def end(self, error: Exception | None = None) -> bool:
-        """Tell whoever waits. Returns whether somebody does."""
+        """Let whoever waits go on. Returns whether somebody does."""
         if self._done is None or self._done.done():
             return False
         self._done.set_exception(error) if error else self._done.set_result(None)

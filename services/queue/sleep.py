@@ -102,7 +102,7 @@ class SleepFollower:
     Args:
         fall_asleep: called with the level, also to sleep more deeply.
         wake_up: called to serve again.
-        patience_s: longest time that the worker waits for attention workers to sleep first.
+        wait_s: longest time that the worker waits for attention workers to sleep first.
     """
 
     def __init__(
@@ -111,10 +111,10 @@ class SleepFollower:
         *,
         fall_asleep: Callable[[int], Awaitable[object]],
         wake_up: Callable[[], Awaitable[object]],
-        patience_s: float = 0.0,
+        wait_s: float = 0.0,
     ) -> None:
         self._notes, self._fall_asleep, self._wake_up = notes, fall_asleep, wake_up
-        self._patience = max(1, round(patience_s / LOOK_S))
+        self._most_looks = max(1, round(wait_s / LOOK_S))
         self._waited = 0
         self.level = AWAKE
         """The level at which the worker sleeps."""
@@ -141,7 +141,7 @@ class SleepFollower:
     async def _look(self, state: int) -> int:
         ordered, serving = await _noted(self._notes, state)
         self._waited = self._waited + 1 if serving else 0
-        return ordered if not serving or self._waited > self._patience else AWAKE
+        return ordered if not serving or self._waited > self._most_looks else AWAKE
 
     async def _move(self, ordered: int) -> None:
         if ordered != AWAKE:

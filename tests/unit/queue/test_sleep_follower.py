@@ -115,13 +115,13 @@ async def test_any_other_error_ends_the_worker() -> None:
 
 async def test_experts_wait_for_attention_workers_for_a_while() -> None:
     redis, worker = Redis(ordered=1, serving=3), Worker()
-    async with following(redis, worker, patience_s=600.0):
+    async with following(redis, worker, wait_s=600.0):
         await eventually(lambda: len(redis.noted) > 20)
         assert worker.moves == []
         redis.serving = 0
         await eventually(lambda: worker.moves == [1])
     redis, worker = Redis(ordered=1, serving=3), Worker()
-    async with following(redis, worker, patience_s=0.05):
+    async with following(redis, worker, wait_s=0.05):
         await eventually(lambda: worker.moves == [1])
 
 
