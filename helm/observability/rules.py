@@ -80,6 +80,10 @@ def _owner(by: str) -> str:
     return ", ".join(filter(None, (OWNER, by)))
 
 
+NOT_ASLEEP = f"unless on ({OWNER}) {most('sleep_level')} > 0"
+"""Silences what follows from a sleep that an operator ordered."""
+
+
 def plain(alerts: Sequence[Alert], values: Mapping[str, Any]) -> str:
     """The rules as a file for Prometheus, with ``values`` of the chart in place."""
 

@@ -54,7 +54,15 @@ class Stop:
     attempt: int
 
 
-Command = Add | Stop
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Call ``work`` once the engine has nothing to compute or to report, then ``done`` with the error it raised."""
+
+    work: Callable[[], object]
+    done: Callable[[Exception | None], object]
+
+
+Command = Add | Stop | Run
 
 
 class EngineThread:
@@ -87,6 +95,7 @@ class EngineThread:
         self._after_step = after_step
         self._ready = threading.Condition()
         self._commands: list[Command] = []
+        self._errands: list[Run] = []
         self._events: list[TokenEvent] = []
         self._unpublished = self._unpublished_bytes = 0
         self._announced = False
@@ -197,7 +206,20 @@ class EngineThread:
             self._hand_over(events)
         elif commands:
             self._after_step()  # a cancel while paused frees blocks too
+        if self._errands and not self._engine.has_work:
+            self._run_errands()
         return True
+
+    def _run_errands(self) -> None:
+        errands, self._errands = self._errands, []
+        for errand in errands:
+            try:
+                errand.work()
+            except Exception as error:  # noqa: BLE001  whoever sent it gets it
+                errand.done(error)
+            else:
+                errand.done(None)
+        self._after_step()
 
     def _step(self) -> list[TokenEvent]:
         self._steps += 1
@@ -237,6 +259,8 @@ class EngineThread:
                     silenced, ends = self._silenced.get(request_id, (held, 0))
                     self._silenced[request_id] = held, (ends if silenced == held else 0) + 1
                 self._engine.cancel(request_id, attempt)
+            case Run():
+                self._errands.append(command)
 
     def _audible(self, events: list[TokenEvent]) -> list[TokenEvent]:
         """Drop the events of silenced attempts. A silence ends with its attempt: the same attempt may be assigned once

@@ -30,20 +30,35 @@ class KVCache:
     def __init__(
         self, spec: ModelSpec, *, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        shape, most = (2, num_blocks + 1, block_size, spec.num_kv_heads, spec.head_dim), _most(device)
-        try:
-            self._layers = [torch.zeros(shape, dtype=dtype, device=device) for _ in spec.layers]
-        except RuntimeError as error:
-            needed = num_blocks * block_bytes(spec, block_size=block_size, dtype=dtype)
-            raise OutOfMemory(
-                f"{num_blocks} KV blocks take {needed / 2**30:.3g} GiB, more than the memory of {device} has left.",
-                hint=f"Lower --kv-memory-gib{most}.",
-            ) from error
+        self._shape = 2, num_blocks + 1, block_size, spec.num_kv_heads, spec.head_dim
+        self._count, self._dtype, self._device = len(spec.layers), dtype, device
+        self._nbytes = num_blocks * block_bytes(spec, block_size=block_size, dtype=dtype)
         self.num_blocks, self.block_size = num_blocks, block_size
         self.spare_slot = num_blocks * block_size
         """The slot where rows of no sequence go."""
-        self.token_ids_S = torch.zeros((num_blocks + 1) * block_size, dtype=torch.int64, device=device)
+        self.allocate()
+
+    def allocate(self) -> None:
+        """Take the memory, zeroed. Raises OutOfMemory."""
+        most = _most(self._device)
+        try:
+            self._layers = [
+                torch.zeros(self._shape, dtype=self._dtype, device=self._device) for _ in range(self._count)
+            ]
+        except RuntimeError as error:
+            raise OutOfMemory(
+                f"{self.num_blocks} KV blocks take {self._nbytes / 2**30:.3g} GiB, more than the memory of "
+                f"{self._device} has left.",
+                hint=f"Lower --kv-memory-gib{most}.",
+            ) from error
+        slots = (self.num_blocks + 1) * self.block_size
+        self.token_ids_S = torch.zeros(slots, dtype=torch.int64, device=self._device)
         """Token id of each slot; 0 where none was written."""
+
+    def free(self) -> None:
+        """Give the memory back, with all that it holds, until :meth:`allocate`."""
+        self._layers = []
+        self.token_ids_S = torch.empty(0, dtype=torch.int64, device=self._device)
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
         """Return ``(k_NBKH, v_NBKH)`` of one layer."""

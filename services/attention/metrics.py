@@ -28,11 +28,12 @@ class Growth:
         self._seen[counter] = total
 
     def follow(self, counter: Counter, total: float) -> float:
-        """Add to ``counter`` what has come since the last call, and return it."""
-        new = total - self._seen.get(counter, 0)
+        """Add to ``counter`` what has come since the last call, and return it. A total that fell began again."""
+        seen = self._seen.get(counter, 0)
+        new = total - seen if total >= seen else total
+        self._seen[counter] = total
         if new:
             counter.inc(new)
-            self._seen[counter] = total
         return new
 
 

@@ -38,9 +38,14 @@ class Registration:
     ) -> None:
         self._info, self._queue, self._lease_s, self._credit, self._lacks = info, queue, lease_s, credit, lacks
         self._able = True
-        self._withdrawn = False
+        self._withdrawn = self._suspended = False
         self._lock = asyncio.Lock()
-        self.registered = False
+        self.entered = asyncio.Event()
+        """Set once the worker is registered."""
+
+    @property
+    def registered(self) -> bool:
+        return self.entered.is_set()
 
     async def enter(self, prepare: Callable[[], Awaitable[object]]) -> None:
         """Call ``prepare``, then register, as soon as Redis answers. Raises FingerprintMismatch."""
@@ -51,7 +56,7 @@ class Registration:
             await self._announce()
 
         await until_answered("registration", once, Backoff())
-        self.registered = True
+        self.entered.set()
         log.info("registered as worker %s, serving %s", self._info.id, self._info.model)
 
     async def keep(self, hand_back: Callable[[], Awaitable[object]]) -> None:
@@ -60,7 +65,7 @@ class Registration:
         while True:
             await asyncio.sleep(LOOK_S)
             lacks = self._lacks()
-            if not self.registered or self._withdrawn or self._able == (not lacks):
+            if not self.registered or self._withdrawn or self._suspended or self._able == (not lacks):
                 continue
             self._able = not lacks
             if self._able:
@@ -71,6 +76,11 @@ class Registration:
             if not self._able:
                 await until_answered("credit", hand_back, Backoff())
 
+    async def suspend(self, suspended: bool) -> None:
+        """Set the credit to 0, or back to what it is otherwise."""
+        self._suspended = suspended
+        await self._announce()
+
     async def withdraw(self) -> None:
         """Set the credit to 0 for good."""
         self._withdrawn = True
@@ -78,5 +88,6 @@ class Registration:
 
     async def _announce(self) -> None:
         async with self._lock:  # the credit that Redis gets last must be the one that holds
-            tokens, requests = self._credit if self._able and not self._withdrawn else (0, 0)
+            open_ = self._able and not self._withdrawn and not self._suspended
+            tokens, requests = self._credit if open_ else (0, 0)
             await self._queue.register(self._info, self._lease_s, credit_tokens=tokens, credit_requests=requests)

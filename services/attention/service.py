@@ -20,17 +20,21 @@ from services.attention.metrics import ExpertObserver, Growth, SharingObserver, 
 from services.attention.routing_table import TableFollower
 from services.attention.setup.build import Built, build
 from services.attention.setup.capacity import credit
+from services.attention.sleep import EngineSleep
 from services.attention.step.engine import Engine
 from services.attention.worker import AttentionWorker, EngineStuck, WorkerOptions
 from services.config import ATTENTION, Settings
 from services.messages import WorkerInfo, WorkerLoad
 from services.metrics import VllmNames, WorkerMetrics, of_worker
 from services.model.device import show_memory
+from services.model.sleep import RememberedWeights
+from services.model.weight_source import FromCheckpoint
 from services.queue.clock import RedisClock
 from services.queue.keys import Keys
 from services.queue.limits import QueueLimits
 from services.queue.loads import LoadNotes
 from services.queue.quarantine import Quarantine
+from services.queue.sleep import SleepFollower, SleepNotes, until_awake
 from services.queue.tables import TableReader
 from services.queue.worker_side import WorkerQueue
 from services.runtime import CRASHED, in_daemon, incarnation
@@ -73,25 +77,41 @@ class AttentionService:
         self._redis = redis
         self._experts_missing = experts_missing
         self._colocated, self._tracer = colocated, tracer
-        self._clock = RedisClock(redis)
+        self._clock, self._id = RedisClock(redis), incarnation()
         self._metrics = WorkerMetrics(registry)
         if settings.metrics_vllm_names:
             registry.register(VllmNames(of_worker(self._metrics), lambda: settings.model_name))
         self._keys, self._limits = Keys(settings.namespace), QueueLimits.of(settings)
         self._quarantine = Quarantine.of(redis, settings, ATTENTION, self._metrics.unreadable)
         self._queue = WorkerQueue(redis, self._keys, self._limits, quarantine=self._quarantine)
+        self._notes: SleepNotes | None = None
+        self._weights: RememberedWeights | None = None
+        self._waits = False
+        if settings.enable_sleep_mode:
+            self._notes = SleepNotes(redis, self._keys, worker=self._id, lease_s=settings.lease, limits=self._limits)
+            self._weights = RememberedWeights(FromCheckpoint())
         self._worker: AttentionWorker | None = None
         self._experts: TableFollower | None = None
-        self._id = incarnation()
 
     async def run(self, metrics_url: str, stop: asyncio.Event) -> None:
         """Load, serve until ``stop``, drain."""
-        built = await unless_stopped(in_daemon("load", self._build), stop)
+        await unless_stopped(self._until_awake(), stop)
+        built = None if stop.is_set() else await unless_stopped(in_daemon("load", self._build), stop)
         if built is not None:
             await self._with_experts(built, metrics_url, stop)
 
+    async def _until_awake(self) -> None:
+        """Load nothing while the model sleeps: another job may have the memory."""
+        if self._notes is not None:
+            self._waits = True
+            await until_awake(self._notes)
+            self._waits = False
+
     def missing(self) -> list[str]:
-        """Return the names of things that the worker waits for before it serves; for /ready."""
+        """Return the names of things that the worker waits for before it serves; for /ready. One that starts while the
+        model sleeps waits for nothing but the wake-up."""
+        if self._waits:
+            return []
         experts = self._experts.missing() if self._experts else []
         awaited = "weights" if self._experts is None else "kernels"
         return experts + (self._worker.missing() if self._worker else [] if experts else [awaited])
@@ -104,6 +124,7 @@ class AttentionService:
             colocated=self._colocated,
             wait=self._wait_for_experts,
             tracer=self._tracer,
+            weights=self._weights,
         )
 
     def _wait_for_experts(self) -> None:
@@ -166,8 +187,14 @@ class AttentionService:
             await end_tasks(tasks)
 
     async def _run_worker(self, built: Built[Any], worker: AttentionWorker, stop: asyncio.Event) -> None:
-        del built
-        await worker.run(stop)
+        if self._notes is None or self._weights is None:
+            await worker.run(stop)
+            return
+        prepare = partial(self._warm_up, built, stop.is_set)
+        engine = EngineSleep(built.engine, self._weights, built.served.device, prepare)
+        sleep = worker.sleeping(engine, self._experts.ready if self._experts else _at_once)
+        follower = SleepFollower(self._notes, fall_asleep=sleep.fall_asleep, wake_up=sleep.wake_up)
+        await first_done(worker.run(stop), follower.run())
 
     async def _warmed_up(self, built: Built[Any], stop: asyncio.Event) -> bool:
         """Do what the first steps would wait for. Returns False where ``stop`` came meanwhile."""
@@ -246,6 +273,10 @@ class AttentionService:
             drain_s=settings.drain_timeout,
             step_timeout_s=settings.step_timeout,
         )
+
+
+async def _at_once() -> None:
+    """Wait for no experts: they are in this process."""
 
 
 async def _refresh(observers: Sequence[Callable[[], object]]) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +21,7 @@ from services.attention.in_flight_requests import InFlightRequests
 from services.attention.publisher import Backpressure, Publisher
 from services.attention.registration import Registration
 from services.attention.request_log import log_attempts, log_end, log_start
+from services.attention.sleep import Sleepable, WorkerSleep
 from services.errors import ErrorInfo, ExpertUnavailable, QueueUnavailable
 from services.messages import Assign, Cancel, InboxMessage, TokenEvent, WorkerInfo
 from services.queue.backoff import Backoff, until_answered
@@ -112,6 +113,20 @@ class AttentionWorker:
         self._heartbeat_backoff = Backoff(max_s=min(1.0, options.lease_s / 8))
         credit = options.credit_tokens, options.credit_requests
         self._registration = Registration(info, queue, lease_s=options.lease_s, credit=credit, lacks=lacks)
+        self._sleep: WorkerSleep | None = None
+
+    def sleeping(self, sleepable: Sleepable, experts: Callable[[], Awaitable[object]]) -> WorkerSleep:
+        """Return what sends this worker to sleep and wakes it. ``experts`` returns once they can be reached."""
+        self._sleep = WorkerSleep(
+            sleepable,
+            registration=self._registration,
+            in_flight=self._in_flight,
+            thread=self._thread,
+            hand_back=self._hand_back,
+            experts=experts,
+            drain_s=self._options.drain_s,
+        )
+        return self._sleep
 
     @property
     def unpublished(self) -> int:
@@ -204,6 +219,8 @@ class AttentionWorker:
     def _handle(self, message: InboxMessage) -> None:
         match message:
             case Assign(request):
+                if self._sleep and self._sleep.closed:
+                    return  # it was handed back before it came
                 if self._in_flight.open(request.id, request.attempt, request.tenant):
                     log_start(request)
                     self._thread.send(Add(request))
@@ -285,10 +302,11 @@ class AttentionWorker:
         except TimeoutError:
             log.warning("stopping without deregistering: Redis does not answer; the leases will expire")
 
-    async def _hand_back(self) -> None:
+    async def _hand_back(self, *, begun: bool = False) -> None:
         held = self._in_flight.held()
-        back = {name: held[name] for name in await self._queue.hand_back(self._info.id) if name in held}
-        self._log_attempts("returned an attempt that had not started", back)
+        taken = await self._queue.hand_back(self._info.id, begun=begun)
+        back = {name: held[name] for name in taken if name in held}
+        self._log_attempts("handed over an attempt" if begun else "returned an attempt that had not started", back)
         for request_id, attempt in back.items():
             self._abandon(request_id, attempt)
 

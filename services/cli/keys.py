@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import os
 import secrets
@@ -21,7 +22,7 @@ from services.queue.connect import command, connect, queue_errors
 from services.queue.keys import DEFAULT_PRIORITY, Keys
 from services.runtime.local_servers import add_url, none_found, with_local_server
 
-_LIMITS = ("requests_per_minute", "burst", "max_concurrency", "priority")
+_LIMITS = ("requests_per_minute", "burst", "max_concurrency", "priority", "admin")
 _ACTIONS = ("create", "list", "limit", "revoke")
 
 
@@ -123,6 +124,11 @@ def _parser() -> OptionParser:
         metavar="0-9",
         help=f"most urgent priority that its requests may have (default: {DEFAULT_PRIORITY}); 0 is served first",
     )
+    limits.add_argument(
+        "--admin",
+        action=argparse.BooleanOptionalAction,
+        help="may send the model to sleep and wake it, where --enable-sleep-mode is on (default: no)",
+    )
     return parser
 
 
@@ -185,9 +191,9 @@ async def _list(book: KeyBook) -> None:
 
 
 def _row(key: ApiKey) -> str:
-    values = {limit: getattr(key, limit) for limit in _LIMITS}
+    values = {limit: getattr(key, limit) for limit in _LIMITS if limit != "admin"}
     limits = [f"{limit}={value:.15g}" for limit, value in values.items() if value is not None]
-    return "  ".join([key.name, key.sha256[:12], *limits])
+    return "  ".join([key.name, key.sha256[:12], *limits, *(["admin"] if key.admin else [])])
 
 
 async def _limit(name: str, given: dict[str, Any], book: KeyBook) -> None:
@@ -215,4 +221,6 @@ async def _found(name: str, book: KeyBook) -> list[ApiKey]:
 
 
 def _fields(key: ApiKey) -> dict[str, object]:
-    return {name: value for name, value in msgspec.structs.asdict(key).items() if value is not None}
+    return {
+        name: value for name, value in msgspec.structs.asdict(key).items() if value is not None and value is not False
+    }

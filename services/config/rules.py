@@ -283,6 +283,14 @@ def _invariant_products_are_dense(settings: Settings, role: Role | None) -> None
         )
 
 
+def _ranks_do_not_sleep(settings: Settings, role: Role | None) -> None:
+    if settings.enable_sleep_mode and settings.layout == "lockstep" and role in (None, ATTENTION):
+        raise ConfigError(
+            "--enable-sleep-mode cannot be combined with --layout lockstep.",
+            hint="Choose --layout local, disaggregated or colocated, or leave --enable-sleep-mode out.",
+        )
+
+
 def _connects(settings: Settings, role: Role | None) -> bool:
     """Returns whether rows go between this process and attention or expert workers."""
     return role == EXPERTS or (role == ATTENTION and settings.uses_seats)
@@ -306,6 +314,7 @@ RULES: tuple[Rule, ...] = (
     _slices_divide_the_ranks,
     _ranks_share_sums,
     _invariant_products_are_dense,
+    _ranks_do_not_sleep,
     _rows_have_a_secret,
     _names_are_proven,
     _encrypted_rows_have_no_lane,

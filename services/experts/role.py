@@ -30,14 +30,19 @@ from services.queue.keys import Keys
 from services.queue.limits import QueueLimits
 from services.queue.quarantine import Quarantine
 from services.queue.role_service import run_role_service
+from services.queue.sleep import SleepFollower, SleepNotes, until_awake
 from services.queue.tables import TableReader
 from services.routing import RoutingTable
 from services.runtime import advertised, incarnation, node_name, run_role
+from services.runtime.tasks import first_done, unless_stopped
 from services.runtime.tracing import Tracer, tracing
 
 REFRESH_S = 1.0
 TABLE_S = 5.0
 """How long a loading worker waits for the routing table, to find peers with its weights; then it reads the disk."""
+
+AFTER_ATTENTION_S = 10.0
+"""How much longer than for a drain it waits for attention workers to sleep before it."""
 
 log = logging.getLogger(__name__)
 
@@ -80,14 +85,20 @@ class ExpertsRole:
         self._metrics, self._colocated, self._tracer = ExpertMetrics(registry), colocated, tracer
         keys, limits = Keys(settings.namespace), QueueLimits.of(settings)
         quarantine = Quarantine.of(redis, settings, EXPERTS, self._metrics.unreadable)
+        self._notes = partial(SleepNotes, redis, keys, lease_s=settings.lease, after_attention=True, limits=limits)
         self._queue = ExpertQueue(redis, keys, limits, quarantine=quarantine)
         self._reader = TableReader(redis, keys, limits, quarantine=quarantine)
         self._worker: ExpertWorker | None = None
-        self._over = False
+        self._over = self._waits = False
 
     async def run(self, metrics_url: str, stop: asyncio.Event) -> None:
         """Take a seat, serve until ``stop`` or until the scheduler orders it to leave, then leave it."""
         settings, name = self._settings, incarnation()
+        notes = self._notes(worker=name) if settings.enable_sleep_mode else None
+        if notes is not None:
+            self._waits = True
+            await unless_stopped(until_awake(notes), stop)
+            self._waits = False
         device, dtype = torch_device(settings.device), serving_dtype(settings.dtype, self._spec)
         check_device(device, dtype)
         loader = Loader(
@@ -107,6 +118,7 @@ class ExpertsRole:
             reader=self._reader,
             load=loader,
             timing=Timing(lease=settings.lease, drain=settings.drain_timeout),
+            rest=loader.rest,
         )
         log.info("expert worker %s on %s, experts are held %s", name, device, self._spec.experts.title)
         observer = ExpertsObserver(self._metrics, worker, loader.faults, by_layer=settings.layer_series)
@@ -114,14 +126,22 @@ class ExpertsRole:
         traced = () if self._tracer is None else (partial(_end_idle, worker),)
         observing = asyncio.create_task(_observe(observer.refresh, memory, *traced))
         try:
-            await worker.run(stop)
+            await (
+                worker.run(stop) if notes is None else first_done(worker.run(stop), self._follower(notes, worker).run())
+            )
             self._over = True
         finally:
             observing.cancel()
 
+    def _follower(self, notes: SleepNotes, worker: ExpertWorker) -> SleepFollower:
+        """Return what sends ``worker`` to sleep, once requests that need it have ended or were handed back."""
+        wait_s = self._settings.drain_timeout + AFTER_ATTENTION_S
+        return SleepFollower(notes, fall_asleep=worker.fall_asleep, wake_up=worker.wake_up, wait_s=wait_s)
+
     def missing(self) -> list[str]:
-        """Return what the worker waits for before it serves, for /ready; nothing once it has left."""
-        if self._over:
+        """Return what the worker waits for before it serves, for /ready; nothing once it has left, or while it waits
+        for a wake-up."""
+        if self._over or self._waits:
             return []
         return self._worker.missing() if self._worker else ["a seat"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 import time
@@ -28,12 +29,13 @@ from services.fabric.tcp.frames import NAMES
 from services.fabric.tcp.handshake import Hello
 from services.fabric.tcp.server import ExpertServer
 from services.fabric.tcp.tls import server_tls
-from services.metrics import CHECKPOINT, PEER, WeightSource
+from services.metrics import CHECKPOINT, HOST, PEER, WeightSource
 from services.model.device import into_memory
 from services.model.digests import read_digests
 from services.model.experts import ExpertShard, ExpertWeights
 from services.model.products import products_of
 from services.model.progress import Stoppable, loading_progress
+from services.model.sleep import WeightMemory, tensors_in
 from services.model.spec import ModelSpec
 from services.model.weights import load_experts
 from services.routing import ShardGroup
@@ -122,6 +124,13 @@ class TcpServing:
         return answered
 
 
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    group: ShardGroup
+    weights: dict[int, ExpertWeights]
+    memory: WeightMemory
+
+
 class Loader:
     """Loads groups of one checkpoint and serves them; a call blocks while it loads.
 
@@ -153,6 +162,18 @@ class Loader:
         self._tables = tables
         self.faults = Faults()
         self._colocated, self._tracer = colocated, tracer
+        self._kept: _Kept | None = None
+
+    def rest(self, level: int) -> None:
+        """Give the memory of the last group back, which nobody computes with any more. At level 1 its weights wait in
+        the memory of the host for the next call."""
+        if level > 1:
+            self._kept = None
+        gc.collect()  # what served them must be gone before torch's memory is given back
+        if self._kept is not None:
+            self._kept.memory.free(keep=True)
+        elif self._device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def __call__(self, group: ShardGroup, seat: int, stopped: threading.Event) -> TcpServing:
         """Load ``group`` and serve it in ``seat``.
@@ -168,9 +189,8 @@ class Loader:
 
     def _served(self, group: ShardGroup, seat: int, stopped: threading.Event) -> TcpServing:
         began = time.perf_counter()
-        given_by_peer = self._given(group, stopped)
-        weights = given_by_peer or self._read(group, stopped)
-        loaded = PEER if given_by_peer else CHECKPOINT, time.perf_counter() - began
+        source, weights = self._weights(group, stopped)
+        loaded = source, time.perf_counter() - began
         products = products_of(batch_invariant=self._settings.batch_invariant)
         shard = ExpertShard(weights, num_experts=self._spec.num_experts, products=products)
         if self._device.type == "cuda":
@@ -220,6 +240,17 @@ class Loader:
             colocated=self._colocated,
             limits=Limits(join_rows=JOIN_ROWS if self._settings.joint_steps == "auto" else 0),
         )
+
+    def _weights(self, group: ShardGroup, stopped: threading.Event) -> tuple[WeightSource, dict[int, ExpertWeights]]:
+        if self._kept is not None and self._kept.group.experts == group.experts:
+            self._kept.memory.restore()
+            return HOST, self._kept.weights
+        self._kept = None  # before the memory of others is taken
+        given_by_peer = self._given(group, stopped)
+        weights = given_by_peer or self._read(group, stopped)
+        if self._settings.enable_sleep_mode:
+            self._kept = _Kept(group, weights, WeightMemory(tensors_in(weights)))
+        return PEER if given_by_peer else CHECKPOINT, weights
 
     def _given(self, group: ShardGroup, stopped: threading.Event) -> dict[int, ExpertWeights] | None:
         """Fetch the weights from another worker over a lane, which does not exist with TLS."""

@@ -17,7 +17,7 @@ from typing import Protocol
 
 import msgspec
 
-from services.errors import QueueUnavailable
+from services.errors import OutOfMemory, QueueUnavailable
 from services.messages import ExpertInfo, SeatLoad, SeatReport, SeatRows, SeatStatus
 from services.queue.backoff import Backoff, until_answered
 from services.queue.expert_side import Assignment, ExpertQueue, Orders
@@ -78,6 +78,20 @@ class Timing:
     drain: float
 
 
+class _SleepOrder:
+    """The level of a sleep, 0 to be awake; ``done`` is for whoever waits."""
+
+    def __init__(self, level: int = 0, done: asyncio.Future[None] | None = None) -> None:
+        self.level, self._done = level, done
+
+    def end(self, error: Exception | None = None) -> bool:
+        """Let whoever waits go on. Returns whether somebody does."""
+        if self._done is None or self._done.done():
+            return False
+        self._done.set_exception(error) if error else self._done.set_result(None)
+        return True
+
+
 class ServingFailed(RuntimeError):
     """A thread that serves the experts has died. The process must exit with a failure."""
 
@@ -87,10 +101,18 @@ class ExpertWorker:
 
     Args:
         info: what is registered. No later worker has ``info.id``; the port is filled in once the experts are served.
+        rest: called with the level of a sleep, without a group that is served; gives the memory of ``load`` back.
     """
 
     def __init__(
-        self, *, info: ExpertInfo, queue: ExpertQueue, reader: TableReader, load: Load, timing: Timing
+        self,
+        *,
+        info: ExpertInfo,
+        queue: ExpertQueue,
+        reader: TableReader,
+        load: Load,
+        timing: Timing,
+        rest: Callable[[int], object] = lambda _: None,
     ) -> None:
         self._info = info
         self._queue, self._reader, self._load, self._timing = queue, reader, load, timing
@@ -105,15 +127,35 @@ class ExpertWorker:
         self._rows_due, self._reported = 0.0, ""
         self._counting: tuple[str, asyncio.Future[dict[int, tuple[int, ...]]]] | None = None
         self._new_orders = asyncio.Event()
+        self._rest = rest
+        self._sleep = _SleepOrder()
+        self._rests = 0
+        """The level at which it sleeps."""
         self._heartbeat_backoff = Backoff(max_s=min(1.0, timing.lease / 8))
 
     def missing(self) -> list[str]:
-        """Return what the worker waits for before it serves, for /ready."""
+        """Return what the worker waits for before it serves, for /ready; nothing while it is to sleep."""
+        if self._sleep.level:
+            return []
         if not self.seat:
             return ["a seat"]
         if self.status == "waiting":
             return [_unfulfilled(self._info)]
         return [] if self.status == "ready" else ["experts"]
+
+    async def fall_asleep(self, level: int) -> None:
+        """Stop serving and give the memory back, but keep the seat."""
+        await self._turn(level)
+
+    async def wake_up(self) -> None:
+        """Serve the group that is assigned now. Raises OutOfMemory; the worker sleeps on then."""
+        await self._turn(0)
+
+    async def _turn(self, level: int) -> None:
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._sleep = _SleepOrder(level, done)
+        self._new_orders.set()
+        await done
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serve until ``stop`` or until the scheduler orders it to leave; then leave it.
@@ -149,30 +191,48 @@ class ExpertWorker:
         return True
 
     async def _follow_orders(self) -> None:
-        """Change groups as the scheduler orders; return when the worker has to leave."""
+        """Sleep, wake up and change groups as is ordered; return when the worker has to leave."""
         while True:
             await self._new_orders.wait()
             self._new_orders.clear()
-            orders = self._orders
+            sleep, orders = self._sleep, self._orders
             if orders.leave:
                 log.info("the scheduler has asked this seat to leave")
                 return
-            wanted = orders.assignment
-            if wanted is not None and (self.held is None or wanted.digest != self.held.digest):
-                await self._change(wanted)
+            try:
+                await (self._rest_at(sleep.level) if sleep.level else self._hold(orders.assignment))
+            except OutOfMemory as error:
+                if not (self._rests and sleep.end(error)):
+                    raise
+                self._sleep = _SleepOrder(self._rests)
+                await asyncio.to_thread(self._rest, self._rests)
+            else:
+                sleep.end()
 
-    async def _change(self, wanted: Assignment) -> None:
+    async def _rest_at(self, level: int) -> None:
+        if level > self._rests:
+            await self._stop_serving()
+            await asyncio.to_thread(self._rest, level)
+            self._rests = level
+
+    async def _hold(self, wanted: Assignment | None) -> None:
+        if wanted is not None and (self.held is None or wanted.digest != self.held.digest):
+            await self._change(wanted)
+        self._rests = 0
+
+    async def _stop_serving(self) -> None:
         self.status = "loading"
         if self.serving is not None:
             try:
                 async with asyncio.timeout(self._timing.drain):
                     await self._out_of_all_tables()
             except TimeoutError:
-                log.warning(
-                    "changing groups while a routing table in use still lists this seat; its calls go to replicas"
-                )
+                log.warning("not serving while a routing table in use still lists this seat; its calls go to replicas")
             await asyncio.to_thread(self.serving.drain, self._timing.drain)
             self.serving, self.held = None, None
+
+    async def _change(self, wanted: Assignment) -> None:
+        await self._stop_serving()
         log.info("loading group %d", wanted.group.number)
         serving = await self._loaded(wanted.group)
         info = msgspec.structs.replace(self._info, port=serving.port)

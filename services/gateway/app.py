@@ -8,7 +8,7 @@ from functools import cache, partial
 from typing import Annotated, Any
 
 import msgspec
-from fastapi import FastAPI, Header, Request
+from fastapi import FastAPI, Header, Query, Request
 from fastapi.exceptions import RequestValidationError
 from msgspec.structs import asdict
 from prometheus_client import CollectorRegistry
@@ -38,13 +38,16 @@ from services.gateway.refusals import Refusals
 from services.gateway.request_trace import TracedRequests
 from services.gateway.results import ResultFollower
 from services.gateway.schema import ChatBody, CompletionBody, DetokenizeBody, GenerationBody, TokenizeBody
+from services.gateway.sleep import SleepOrders
 from services.gateway.stream import EventResponse, LongResponse, WholeResponse
 from services.gateway.tokenize import TokenizerRoutes
 from services.metrics import OPENMETRICS, TEXT, GatewayMetrics, PageFormat, format_for
+from services.queue.sleep import Sleep
 from services.runtime.tracing import Tracer
 
 Key = Annotated[str | None, Header(alias="Idempotency-Key", description="Same key and body: the same answer.")]
 Authorization = Annotated[str | None, Header(include_in_schema=False)]
+Level = Annotated[str, Query(description="1: weights stay in the memory of the host. 2: they are read again.")]
 _NO_TELEMETRY: Any = dict.fromkeys(("auto_configure", "tracing", "metrics", "logs"), False)
 """FastAPI traces by itself where a variable of its own asks for it: each request twice, and what clients sent in it."""
 _PAGES_PER_S = 20.0
@@ -63,6 +66,7 @@ class Parts:
     guard: Guard
     tokenizer: TokenizerRoutes
     readiness: Readiness
+    sleep: SleepOrders
     siblings: Siblings
     registry: CollectorRegistry
     metrics: GatewayMetrics
@@ -96,6 +100,7 @@ def build_app(parts: Parts) -> ASGIApp:
     _add_models(app, parts)
     _add_tokenizer(app, parts)
     _add_operations(app, parts)
+    _add_sleep(app, parts)
     if not parts.separate_metrics:
         _add_metrics(app, parts)
     paced = RoundRobin(app, Turns(parts.metrics.turns_waiting.set), parts.authenticator.recall)
@@ -214,13 +219,14 @@ def _add_tokenizer(app: FastAPI, parts: Parts) -> None:
 def _add_operations(app: FastAPI, parts: Parts) -> None:
     @app.get("/health", responses=openapi.refusals())
     async def health() -> shapes.Status:
-        """Answers 200 while the process lives."""
-        return shapes.Status(status="ok")
+        """Answers 200 while the process lives, also while the model sleeps."""
+        return shapes.Status(status="sleeping" if await parts.sleep.sleeping() else "ok")
 
     @app.get("/ready", responses=openapi.refusals())
     async def ready() -> shapes.Status:
         """Answers 200 when a request would be served; otherwise 503, naming what is missing."""
         missing = ["shutting down"] if parts.intake.leaving else await parts.readiness.missing()
+        missing += ["a wake-up"] if await parts.sleep.sleeping() else []
         if missing:
             raise NotReady(f"Not ready; missing: {', '.join(missing)}.", retry_after_s=1.0)
         return shapes.Status(status="ready")
@@ -239,6 +245,31 @@ def _add_operations(app: FastAPI, parts: Parts) -> None:
         return shapes.Version(version=parts.version)
 
     _add_documents(app, parts)
+
+
+def _add_sleep(app: FastAPI, parts: Parts) -> None:
+    done: openapi.Responses = {202: {"model": shapes.IsSleeping, "description": "Ordered; workers are still at it."}}
+    refusals, orders = openapi.refusals(400, 401, 404), parts.sleep
+
+    def answer(found: Sleep) -> Response:
+        body = shapes.IsSleeping(is_sleeping=found.sleeping).model_dump_json()
+        return Response(body, status_code=202 if found.behind else 200, media_type="application/json")
+
+    @app.post("/sleep", response_model=shapes.IsSleeping, responses=done | refusals)
+    async def sleep(request: Request, authorization: Authorization = None, level: Level = "1") -> Response:
+        """Frees the memory of all workers, once running requests have ended or gone back to the queue."""
+        del level  # for the document: a wrong one gets an error like all others
+        return answer(await orders.sleep(request.query_params, authorization))
+
+    @app.post("/wake_up", response_model=shapes.IsSleeping, responses=done | refusals)
+    async def wake_up(request: Request, authorization: Authorization = None) -> Response:
+        """Takes the memory again; the requests that came meanwhile are served."""
+        return answer(await orders.wake_up(request.query_params, authorization))
+
+    @app.get("/is_sleeping", responses=openapi.refusals(401, 404))
+    async def is_sleeping(authorization: Authorization = None) -> shapes.IsSleeping:
+        """Says whether requests wait for a wake-up."""
+        return shapes.IsSleeping(is_sleeping=(await orders.look(authorization)).sleeping)
 
 
 def _add_documents(app: FastAPI, parts: Parts) -> None:

@@ -8,6 +8,7 @@ The file (YAML or JSON) is read again when it changes::
         requests_per_minute: 600
         burst: 50
         max_concurrency: 64
+        admin: true            # may send the model to sleep and wake it (POST /sleep, /wake_up)
         priority: 3            # the most urgent priority the key may ask for; 0 is served first. Default: 5
 
 Without a file, Redis holds one field per key in the hash ``{namespace}:keys``: the SHA-256, and the same as JSON.
@@ -32,9 +33,9 @@ ANONYMOUS = "default"
 """The tenant of every client where keys are off."""
 
 
-class ApiKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ApiKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """One key. None switches a limit off. ``priority`` is the most urgent priority that the key may ask for: priorities
-    are strict, so passing all other tenants has to be granted."""
+    are strict, so passing all other tenants has to be granted. ``admin``: it may send the model to sleep."""
 
     name: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
     sha256: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}$")]
@@ -42,6 +43,7 @@ class ApiKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     burst: Annotated[int, msgspec.Meta(ge=1)] | None = None
     max_concurrency: Annotated[int, msgspec.Meta(ge=1)] | None = None
     priority: Annotated[int, msgspec.Meta(ge=PRIORITIES[0], le=PRIORITIES[-1])] = DEFAULT_PRIORITY
+    admin: bool = False
 
     @property
     def urgent(self) -> bool:
@@ -59,6 +61,7 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
     tenant: str = ANONYMOUS
     limits: TenantLimits | None = None
     most_urgent: int = 0
+    admin: bool = False
 
     def priority(self, asked: int | None) -> int:
         """Returns the priority to queue with. Raises InvalidRequest if the key may have none as urgent as ``asked``."""
@@ -144,7 +147,8 @@ class WithKey:
 
 
 class Authenticator:
-    """Checks the ``Authorization`` header. Without a store keys are off and all callers are the same tenant."""
+    """Checks the ``Authorization`` header. Without a store keys are off and all callers are the same tenant, who may do
+    everything."""
 
     def __init__(self, store: KeyStore | None) -> None:
         self._store = store
@@ -152,7 +156,7 @@ class Authenticator:
     async def identify(self, authorization: str | None) -> Caller:
         """Returns the caller. Raises Unauthorized where keys are on and the header carries no known key."""
         if self._store is None:
-            return Caller()
+            return Caller(admin=True)
         secret = _bearer(authorization)
         if not secret:
             raise Unauthorized("An API key is required.", hint="Send the header 'Authorization: Bearer KEY'.")
@@ -162,7 +166,7 @@ class Authenticator:
             raise Unauthorized("The API key is not known.", hint="Check it, or ask the operator for one.")
         per_minute, concurrency = key.requests_per_minute, key.max_concurrency
         limits = TenantLimits(concurrency=concurrency, requests_per_minute=per_minute, burst=key.burst)
-        return Caller(tenant=key.name, limits=limits, most_urgent=key.priority)
+        return Caller(tenant=key.name, limits=limits, most_urgent=key.priority, admin=key.admin)
 
     def recall(self, authorization: str | None) -> str:
         """Returns the tenant of a key that was seen before, else ''. It answers at once and checks nothing, so use it

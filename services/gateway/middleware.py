@@ -132,7 +132,7 @@ class SameMachine:
                 "Without API keys this server answers only requests to localhost or a loopback address.",
                 hint="Use http://127.0.0.1, or start it with --auth required.",
             )
-        if scope["method"] == "POST" and _media_type(headers) != "application/json":
+        if scope["method"] == "POST" and _media_type(headers) != "application/json" and not _of_no_page(headers):
             return WrongContentType(
                 "The request's body must be JSON.", hint="Send the header 'Content-Type: application/json'."
             )
@@ -148,6 +148,12 @@ def _host_of(header: str) -> str:
 
 def _media_type(headers: Headers) -> str:
     return headers.get("content-type", "").partition(";")[0].strip().lower()
+
+
+def _of_no_page(headers: Headers) -> bool:
+    """Says whether a POST has no body and comes from no web page: browsers send Origin with each POST."""
+    empty = headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers
+    return empty and "content-type" not in headers and "origin" not in headers
 
 
 def _is_probe(scope: Scope) -> bool:

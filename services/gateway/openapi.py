@@ -31,7 +31,7 @@ _RETRY_AFTER = {"Retry-After": {"description": "Seconds to wait, 1 to 120.", "sc
 _MEANINGS = {
     400: "The request is wrong; `error.param` names the field.",
     401: "An API key is missing or unknown.",
-    403: "Without API keys, a request that names another host than this machine.",
+    403: "Without API keys, a request that names another host than this machine; or a key without the right.",
     404: "There is no such model or path.",
     405: "The path knows other methods.",
     408: "The head or the body took too long to come.",

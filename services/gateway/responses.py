@@ -130,7 +130,11 @@ class TokenizerInfo(BaseModel):
 
 
 class Status(BaseModel):
-    status: Literal["ok", "ready", "accepting"]
+    status: Literal["ok", "ready", "accepting", "sleeping"]
+
+
+class IsSleeping(BaseModel):
+    is_sleeping: bool
 
 
 class Version(BaseModel):

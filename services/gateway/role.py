@@ -21,7 +21,7 @@ from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector,
 from redis.asyncio import Redis
 
 from services.config import GATEWAY, Settings
-from services.errors import QueueUnavailable
+from services.errors import ConfigError, QueueUnavailable
 from services.gateway.acceptor import within_descriptors
 from services.gateway.app import Parts, build_app, build_metrics_app
 from services.gateway.auth import Authenticator, KeyStore, WithKey, is_loopback, keys_required
@@ -40,6 +40,7 @@ from services.gateway.ports import Queue
 from services.gateway.prompts import PromptReader, ServedModel
 from services.gateway.results import ResultFollower
 from services.gateway.server import Drain, HttpServer, listen
+from services.gateway.sleep import SleepOrders
 from services.gateway.table import JobTable
 from services.gateway.targets import LatencyTargets
 from services.gateway.tokenize import TokenizerRoutes
@@ -55,6 +56,7 @@ from services.queue.keys import Keys
 from services.queue.limits import QueueLimits
 from services.queue.loads import LoadNotes
 from services.queue.quarantine import Quarantine
+from services.queue.sleep import SleepSwitch
 from services.runtime import incarnation, run_role, show_build
 from services.runtime.tasks import end_tasks
 from services.runtime.tracing import Tracer, tracing
@@ -101,6 +103,15 @@ def _shared_keys(settings: Settings, redis: Redis, metrics: GatewayMetrics) -> K
         return FileKeys(settings.api_keys_file, log.error, report=metrics.keys_usable.set)
     log.info("reading API keys from Redis; use --api-keys-file for a file, or --auth off for no keys")
     return RedisKeys(redis, Keys(settings.namespace).api_keys)
+
+
+def check_sleep(settings: Settings, store: KeyStore | None) -> None:
+    """Refuse to let anybody who reaches this server send its model to sleep. Raises ConfigError."""
+    if settings.enable_sleep_mode and store is None and not is_loopback(settings.host):
+        raise ConfigError(
+            f"With --enable-sleep-mode and without API keys, anybody who reaches {settings.host} could stop the model.",
+            hint="Leave --auth out and create a key: expertmesh keys create NAME --admin.",
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -178,6 +189,7 @@ async def assemble(settings: Settings, redis: Redis, tracer: Tracer | None = Non
         offload=offload,
     )
     store = key_store(settings, redis, metrics)
+    check_sleep(settings, store)
     authenticator = Authenticator(store)
     bounds = within_descriptors(Bounds(connections=settings.max_connections, body_bytes=settings.max_body_bytes))
     rooms = Rooms.of(
@@ -197,6 +209,12 @@ async def assemble(settings: Settings, redis: Redis, tracer: Tracer | None = Non
         ),
         tokenizer=TokenizerRoutes(prompts, offload),
         readiness=Readiness(follower, partial(command, redis, "EXISTS", keys.leader), store),
+        sleep=SleepOrders(
+            SleepSwitch(redis, keys, limits),
+            authenticator,
+            enabled=settings.enable_sleep_mode,
+            leaving=lambda: intake.leaving,
+        ),
         siblings=siblings,
         registry=registry,
         metrics=metrics,

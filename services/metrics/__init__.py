@@ -7,7 +7,7 @@ busiest and per shard). docs/metrics.md lists them all, as :func:`catalogue` doe
 
 from services.metrics.attention import WorkerMetrics
 from services.metrics.catalogue import catalogue
-from services.metrics.common import ALL_LAYERS, CHECKPOINT, PEER, TOP_EXPERTS, TOP_TENANTS, WeightSource
+from services.metrics.common import ALL_LAYERS, CHECKPOINT, HOST, PEER, TOP_EXPERTS, TOP_TENANTS, WeightSource
 from services.metrics.experts import ExpertMetrics
 from services.metrics.gateway import GatewayMetrics
 from services.metrics.pages import OPENMETRICS, TEXT, PageFormat, format_for
@@ -19,6 +19,7 @@ from services.metrics.vllm import VllmNames, of_gateway, of_scheduler, of_worker
 __all__ = [
     "ALL_LAYERS",
     "CHECKPOINT",
+    "HOST",
     "OPENMETRICS",
     "OTHER",
     "PEER",

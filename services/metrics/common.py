@@ -24,9 +24,11 @@ TOP_TENANTS = 10
 ALL_LAYERS = "all"
 """Value of the label ``layer`` where all layers are counted together, that is without --layer-series."""
 
-WeightSource = Literal["checkpoint", "peer"]
+WeightSource = Literal["checkpoint", "peer", "host"]
 CHECKPOINT: Literal["checkpoint"] = "checkpoint"
 PEER: Literal["peer"] = "peer"
+HOST: Literal["host"] = "host"
+"""The memory of the host, where weights wait while a model sleeps."""
 
 SHARD = Label("shard", "number of a shard group", most=1024)
 LAYER = Label("layer", f"number of a decoder layer, or {ALL_LAYERS!r} without --layer-series", most=256)

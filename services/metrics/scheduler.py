@@ -34,6 +34,11 @@ class SchedulerMetrics:
         self.definitions = series.definitions
         self.unreadable = unreadable(series)
         self.leader = series.gauge("scheduler_leader", "1 on the leading scheduler, 0 on a standby.")
+        self.sleep_level = series.gauge(
+            "sleep_level",
+            "How deeply the model is to sleep: 0: it serves; 1: weights stay in the memory of hosts; 2: they do not. 0 "
+            "on a standby.",
+        )
         self._queue(series)
         self._placement(series)
         self._scaling(series)

@@ -5,6 +5,7 @@ Making a page costs as much as reading 4 KiB from the page cache, so weights in 
 
 from __future__ import annotations
 
+import ctypes
 import math
 import mmap
 from collections.abc import Sequence
@@ -40,3 +41,15 @@ def release_pinned() -> None:
     release = getattr(torch.accelerator, "empty_host_cache", None) or getattr(torch._C, "_host_emptyCache", None)
     if release is not None:
         release()
+
+
+def give_back(storage: torch.UntypedStorage) -> None:
+    """Give the memory of ``storage`` back to the system. What :func:`empty` mapped stays in place, of any contents and
+    without pages until it is written to; other storages are empty until ``resize_``. Small ones that numpy has seen
+    cannot be resized, and stay."""
+    if storage.resizable():
+        storage.resize_(0)
+    elif storage.nbytes() >= HUGE_PAGE_BYTES and storage.data_ptr() % mmap.PAGESIZE == 0:
+        pages = storage.data_ptr(), storage.nbytes()
+        if ctypes.CDLL(None, use_errno=True).madvise(*map(ctypes.c_size_t, pages), mmap.MADV_DONTNEED):
+            raise OSError(ctypes.get_errno(), "madvise")

@@ -16,7 +16,6 @@ from torch import Tensor
 from moe_kernels import ArgumentError, QuantisedWeight, quantize_experts, stack_rows
 from services.errors import CheckpointError
 from services.model.expert_format import Kind
-from services.model.experts import ExpertWeights
 from services.model.host_memory import empty
 from services.model.names import FfnNames
 from services.model.tensor_reads import Place
@@ -63,15 +62,12 @@ class QuantisedLoader:
         self._at_once = max(1, staged // (4 * 3 * hidden * width))
         self._staged: tuple[Tensor, Tensor] | None = None
 
-    def layer(self, kind: Kind, expert_ids: tuple[int, ...], ffns: Sequence[FfnNames]) -> ExpertWeights:
-        """Return the experts of one layer, held in ``kind``.
+    def load(self, kind: Kind, w_in: QuantisedWeight, w_down: QuantisedWeight, ffns: Sequence[FfnNames]) -> None:
+        """Fill ``w_in`` and ``w_down``, the experts of one layer, held in ``kind``.
 
         Raises:
             CheckpointError: there is something wrong with them, or ``kind`` cannot hold their values.
         """
-        count, width, hidden = len(expert_ids), self._width, self._hidden
-        w_in = empty_weight(kind, (count, 2 * width, hidden), self._device)
-        w_down = empty_weight(kind, (count, hidden, width), self._device)
         numbers: list[int] = []
         for slot, ffn in enumerate(ffns):
             names = (ffn.gate, ffn.up, ffn.down)
@@ -82,7 +78,6 @@ class QuantisedLoader:
                 numbers.append(slot)
         for slots in _pieces(numbers, self._at_once):
             self._round(kind, w_in, w_down, slots, [ffns[slot] for slot in slots])
-        return ExpertWeights(expert_ids=expert_ids, w_gate_up_E2FD=w_in, w_down_EDF=w_down)
 
     def _take(self, w_in: QuantisedWeight, w_down: QuantisedWeight, slot: int, ffn: FfnNames) -> None:
         gate, up, down = map(self._tensors.read_stored, (ffn.gate, ffn.up, ffn.down))

@@ -28,6 +28,9 @@ from services.model.spec import ModelSpec
 from services.model.tensor_reads import Place, read_tensors, refuse_overflow
 from services.model.weights_sample import with_weights
 
+Write = Callable[["Tensors", Callable[[int], None]], None]
+"""Writes weights that are computed from tensors; the second argument is called with the bytes that were read."""
+
 
 class Tensors(Protocol):
     """Tensors by name."""
@@ -42,6 +45,10 @@ class Tensors(Protocol):
 
     def nbytes(self, names: Iterable[str]) -> int:
         """Return how many bytes they are before they are put anywhere."""
+
+    def make(self, weights: Sequence[QuantisedWeight], write: Write, advance: Callable[[int], None]) -> None:
+        """Have ``write`` fill ``weights`` from tensors that it gets. A source whose weights are dropped in between
+        calls it again. Raises what it raises."""
 
     def fill(self, places: Sequence[Place], device: torch.device, advance: Callable[[int], None]) -> None:
         """Fill ``places``, which are on ``device``. ``advance`` is called with the bytes that were put there.
@@ -97,6 +104,10 @@ class StoredTensors:
 
     def nbytes(self, names: Iterable[str]) -> int:
         return self.checkpoint.nbytes(names)
+
+    def make(self, weights: Sequence[QuantisedWeight], write: Write, advance: Callable[[int], None]) -> None:
+        del weights
+        write(self, advance)
 
     def fill(self, places: Sequence[Place], device: torch.device, advance: Callable[[int], None]) -> None:
         """Weights that are stored quantised are computed one at a time, the others read by several threads."""
@@ -158,6 +169,10 @@ class RandomTensors:
 
     def nbytes(self, names: Iterable[str]) -> int:
         return sum(4 * math.prod(self._shapes[name]) for name in names)
+
+    def make(self, weights: Sequence[QuantisedWeight], write: Write, advance: Callable[[int], None]) -> None:
+        del weights
+        write(self, advance)
 
     def fill(self, places: Sequence[Place], device: torch.device, advance: Callable[[int], None]) -> None:
         del device

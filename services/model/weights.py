@@ -7,18 +7,20 @@ width of a feed-forward network, E experts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from moe_kernels import QuantisedWeight
+from services.model.expert_format import Kind
 from services.model.experts import ExpertWeights
 from services.model.host_memory import empty
 from services.model.names import EMBED, FINAL_NORM, LM_HEAD, FfnNames, TensorNames, dense_shapes
 from services.model.progress import NoProgress, Progress
-from services.model.quantised_experts import QuantisedLoader
+from services.model.quantised_experts import QuantisedLoader, empty_weight
 from services.model.spec import ModelSpec
 from services.model.tensor_reads import Place
 from services.model.weight_source import FromCheckpoint, Tensors, WeightSource
@@ -122,15 +124,37 @@ def load_experts(
             if spec.experts.of(layer) is None
         }
         reader.read()
-        quantised = QuantisedLoader(
-            tensors, hidden=spec.hidden_size, width=spec.expert_ffn, device=device, advance=reader.progress.advance
-        )
-        return {
-            layer: experts_of[layer]
-            if (kind := spec.experts.of(layer)) is None
-            else quantised.layer(kind, tuple(wanted[layer]), ffns[layer])
-            for layer in wanted
+        held = _quantised_layers(spec, wanted, device)
+
+        def write(tensors: Tensors, advance: Callable[[int], None]) -> None:
+            loader = QuantisedLoader(
+                tensors, hidden=spec.hidden_size, width=spec.expert_ffn, device=device, advance=advance
+            )
+            for layer, (kind, w_in, w_down) in held.items():
+                loader.load(kind, w_in, w_down, ffns[layer])
+
+        tensors.make([weight for _, *pair in held.values() for weight in pair], write, reader.progress.advance)
+        experts_of |= {
+            layer: ExpertWeights(expert_ids=tuple(wanted[layer]), w_gate_up_E2FD=w_in, w_down_EDF=w_down)
+            for layer, (_, w_in, w_down) in held.items()
         }
+        return {layer: experts_of[layer] for layer in wanted}
+
+
+def _quantised_layers(
+    spec: ModelSpec, wanted: Mapping[int, Sequence[int]], device: torch.device
+) -> dict[int, tuple[Kind, QuantisedWeight, QuantisedWeight]]:
+    """Return, for each layer whose experts are held quantised, how they are, and room for them."""
+    hidden, width = spec.hidden_size, spec.expert_ffn
+    return {
+        layer: (
+            kind,
+            empty_weight(kind, (len(ids), 2 * width, hidden), device),
+            empty_weight(kind, (len(ids), hidden, width), device),
+        )
+        for layer, ids in wanted.items()
+        if (kind := spec.experts.of(layer)) is not None
+    }
 
 
 class _Reader:

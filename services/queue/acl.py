@@ -76,30 +76,32 @@ _SEATS = _words("seats seat_numbers seat: seat_changes seats_version seats_gone"
 
 _GATEWAY = Rule(
     scripts=_words(
-        "gateway_heartbeat gateway_leave charge admit resubmit restate take_up resync cancel survey audience quarantine"
+        "gateway_heartbeat gateway_leave charge admit resubmit restate take_up resync cancel survey audience "
+        "quarantine order_sleep sleepers"
     ),
     commands=_words("xread xtrim exists hmget set time"),
-    owns=_REQUESTS | _MEMBERS | _words("claims gateways seq rate: idem: idem_of: load: handled:"),
+    owns=_REQUESTS | _MEMBERS | _words("claims gateways seq rate: idem: idem_of: load: handled: sleep sleepers"),
     reads=_words("workers leader leader:epoch leader:wire keys"),
 )
 _ATTENTION = Rule(
     scripts=_words(
-        "register worker_heartbeat hand_back give_up deregister publish lagging note_epoch forget_reader quarantine"
+        "register worker_heartbeat hand_back give_up deregister publish lagging note_epoch forget_reader quarantine "
+        "note_sleep"
     ),
     commands=_words("xread xtrim set time hget hmget get"),
-    owns=_REQUESTS | _MEMBERS | _words("workers dead dead: load: table_readers table_epochs"),
-    reads=_words("table table_epoch handled:"),
+    owns=_REQUESTS | _MEMBERS | _words("workers dead dead: load: table_readers table_epochs sleepers"),
+    reads=_words("table table_epoch handled: sleep"),
 )
 _EXPERTS = Rule(
-    scripts=_words("join_seat seat_heartbeat leave_seat deregister_seat quarantine"),
+    scripts=_words("join_seat seat_heartbeat leave_seat deregister_seat quarantine note_sleep"),
     commands=_words("xread time"),
-    owns=_SEATS | _MEMBERS | _words("last_seat epochs_lost reclaim_after wake"),
-    reads=_words("table table_epoch table_epochs"),
+    owns=_SEATS | _MEMBERS | _words("last_seat epochs_lost reclaim_after wake sleepers"),
+    reads=_words("table table_epoch table_epochs sleep"),
 )
 _WORKERS = _ATTENTION | _EXPERTS | Rule(scripts=_words("workers seats death_notice"))
 """Attention workers with seats, and the supervisor that starts them: it reports workers that have ended."""
 _LOOKS = Rule(
-    scripts=_words("workers seats table_epochs loads"),
+    scripts=_words("workers seats table_epochs loads sleepers"),
     commands=_words("get xread zcount time zrevrange hmget zcard lrange"),
 )
 """`status`, `top`, `queue list` and `show`."""
@@ -121,7 +123,7 @@ _SCHEDULER = (
         | _SEATS
         | _words("claims gateways workers dead dead: leader leader:epoch leader:wire table table_epoch table_readers")
         | _words("table_epochs targets run_id asked reclaim_after"),
-        reads=_words("load: epochs_lost"),
+        reads=_words("load: epochs_lost sleep sleepers"),
     )
     | _LOOKS
     | _RETRIES

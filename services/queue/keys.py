@@ -40,6 +40,8 @@ class Keys:
         self.table_readers = f"{self.prefix}table_readers"
         self.table_epochs = f"{self.prefix}table_epochs"
         self.targets = f"{self.prefix}targets"
+        self.sleep = f"{self.prefix}sleep"
+        self.sleepers = f"{self.prefix}sleepers"
         self.unreadable = f"{self.prefix}unreadable"
 
     def request(self, request_id: str) -> str:

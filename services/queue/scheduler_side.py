@@ -307,6 +307,10 @@ class SchedulerQueue:
             ],
         )
 
+    async def sleep_level(self) -> int:
+        """Returns how deeply the model is to sleep; 0: it is to be awake."""
+        return int(await command(self._redis, "GET", self._keys.sleep) or 0)
+
     async def depth(self) -> QueueDepth:
         """Returns how much waits, for metrics."""
         stats = await command(self._redis, "HMGET", self._keys.stats, "requests", "tokens")

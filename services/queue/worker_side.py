@@ -90,11 +90,12 @@ class WorkerQueue:
             reply = await self._scripts.run("worker_heartbeat", *arguments)
         return reply or []
 
-    async def hand_back(self, worker_id: str) -> set[str]:
-        """Puts requests of a draining worker that published nothing back at their places. Returns their ids, for the
-        worker to drop. Register the worker without credit first, or the requests come straight back.
+    async def hand_back(self, worker_id: str, *, begun: bool = False) -> set[str]:
+        """Puts requests of a draining worker that published nothing back at their places; with ``begun`` the others
+        become AttemptLost, which counts as no failure. Returns their ids, for the worker to drop. Register the worker
+        without credit first, or the requests come straight back.
         """
-        return {request_id.decode() for request_id in await self._scripts.run("hand_back", worker_id)}
+        return {request_id.decode() for request_id in await self._scripts.run("hand_back", worker_id, int(begun))}
 
     async def give_up(self, worker_id: str, attempts: Mapping[str, int], error: ErrorInfo) -> None:
         """Ends ``attempts`` (id -> attempt) that the worker cannot go on with, so that any worker may try again.

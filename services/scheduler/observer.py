@@ -63,6 +63,7 @@ class Observer(PlacementEvents):
         metrics.waiting_requests.clear()
         metrics.waiting_tokens.clear()
         metrics.imbalance.set(math.nan)
+        metrics.sleep_level.set(0)
         metrics.workers.set(0)
         metrics.outstanding_tokens.clear()
         metrics.seats.clear()
@@ -134,6 +135,7 @@ class Observer(PlacementEvents):
         """Bring the gauges up to date."""
         depth = await self._queue.depth()
         workers = await self._queue.workers()
+        self._metrics.sleep_level.set(await self._queue.sleep_level())
         self._metrics.queued_requests.set(depth.requests)
         self._metrics.queued_tokens.set(depth.tokens)
         self._metrics.dead_letters.set(depth.dead_letters)

@@ -49,6 +49,8 @@ class Queue:
     requests: int = 0
     tokens: int = 0
     dead_letters: int = 0
+    sleep: int = 0
+    """The level at which the model is to sleep; 0: it is to serve."""
     faults: str = ""
     """Known faults of this version of Redis."""
 
@@ -90,7 +92,7 @@ class QueueReader:
             await self._seats.seats(),
             await self._queue.depth(),
         )
-        return replace(found, faults=known_faults(info))
+        return replace(found, sleep=await self._queue.sleep_level(), faults=known_faults(info))
 
     def _queue_of(
         self,

@@ -36,6 +36,11 @@ class Status:
         return self.release is not None and self.release.asleep
 
     @property
+    def sleeps(self) -> int:
+        """The level at which the model sleeps until somebody wakes it; 0: it does not."""
+        return 0 if self.queue is None else self.queue.sleep
+
+    @property
     def servable(self) -> bool:
         return not self.missing
 
@@ -114,7 +119,7 @@ def _of_queue(queue: Queue, *, asleep: bool) -> list[str]:
     missing = [] if queue.leader else ["No scheduler leads: requests wait in the queue."]
     if not queue.gateways:
         missing.append("No gateway is registered in Redis.")
-    if asleep:
+    if asleep or queue.sleep:
         return missing
     for number, group in queue.groups.items():
         if not group.seats:

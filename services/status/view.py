@@ -21,6 +21,7 @@ def as_json(status: Status) -> str:
         {
             "servable": status.servable,
             "asleep": status.asleep,
+            "sleep_level": status.sleeps,
             "server": status.server or None,
             "missing": [_one_line(text) for text in status.missing],
             "troubles": [_one_line(text) for text in status.troubles],
@@ -54,6 +55,8 @@ def _headline(status: Status) -> str:
         name = f"{status.release.name} in namespace {status.release.namespace}"
     if not status.servable:
         return f"{name} cannot serve its model."
+    if status.sleeps:
+        return f"{name} sleeps at level {status.sleeps}; POST /wake_up wakes it, and requests wait for that."
     return f"{name} is asleep; a request wakes it." if status.asleep else f"{name} serves its model."
 
 
@@ -89,7 +92,8 @@ def _queue(queue: Queue) -> Iterator[str]:
 
 
 def _attention(queue: Queue) -> str:
-    blocked = f", {len(queue.blocked)} miss experts{_named(queue.blocked)}" if queue.blocked else ""
+    why = "sleep" if queue.sleep else "miss experts"
+    blocked = f", {len(queue.blocked)} {why}{_named(queue.blocked)}" if queue.blocked else ""
     return f"{len(queue.workers)}{_named(queue.workers)}{blocked}"
 
 

@@ -78,7 +78,7 @@ class Frame:
     """All that is shown. ``imbalance``: rows of the most loaded seat over those of the mean seat; None without load.
     ``age_s``: time since Redis answered; None: it never did. ``interval_s``: the time that rates and latencies are of.
     ``ttft``, ``tpot``, ``itl``: time to the first token, time per output token of requests that ended, and inter-token
-    latency. The KV cache is that of workers that answer."""
+    latency. The KV cache is that of workers that answer. ``sleep``: the level of the model's sleep; 0: it serves."""
 
     problem: str
     age_s: float | None
@@ -100,6 +100,7 @@ class Frame:
     groups: Sequence[GroupLine]
     seats: Sequence[SeatLine]
     workers: Sequence[WorkerLine]
+    sleep: int = 0
 
 
 def frame(before: Reading | None, now: Reading) -> Frame:
@@ -129,6 +130,7 @@ def frame(before: Reading | None, now: Reading) -> Frame:
         groups=_groups(now, seats),
         seats=seats,
         workers=workers,
+        sleep=now.sleep,
     )
 
 

@@ -49,6 +49,8 @@ class Reading:
     workers: tuple[WorkerState, ...] = ()
     gateways: Mapping[str, GatewayLoad] = field(default_factory=dict)
     pages: Mapping[str, Page] = field(default_factory=dict)
+    sleep: int = 0
+    """The level at which the model is to sleep; 0: it is to serve."""
 
 
 class Reader:
@@ -90,6 +92,7 @@ class Reader:
                     seats=tuple(await self._seats.seats()),
                     workers=tuple(await self._queue.workers()),
                     gateways=(await self._loads.loads()).gateways,
+                    sleep=await self._queue.sleep_level(),
                     redis_at_s=self._clock(),
                 )
         except QueueUnavailable as error:

@@ -17,8 +17,8 @@ LineT = TypeVar("LineT")
 _GAP = 2
 _MAX_GROUPS = 8
 _MAX_NAME = 32
-_FIXED_LINES = 14
-"""Five lines above the tables, and of each of three tables a title, a blank line and a count of lines left out."""
+_FIXED_LINES = 15
+"""Six lines above the tables, and of each of three tables a title, a blank line and a count of lines left out."""
 _STYLES = {
     "ready": "green",
     "up": "green",
@@ -65,6 +65,8 @@ def _head(frame: Frame) -> list[Text]:
         lines.append(Text(f"REDIS IS AWAY{age}: {frame.problem}", style="bold red"))
     if frame.problem and frame.age_s is None:
         return lines
+    if frame.sleep:
+        lines.append(Text(f"ASLEEP at level {frame.sleep}; POST /wake_up wakes the model", style="bold yellow"))
     lines.append(
         _facts(
             {

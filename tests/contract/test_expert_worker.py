@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from msgspec import structs
@@ -16,7 +17,7 @@ from testkit.processes.background import ended
 from testkit.waiting import LIMIT_S, eventually
 
 from services.attention.routing_table import TableFollower
-from services.errors import CheckpointError, QueueUnavailable, StaleLeader
+from services.errors import CheckpointError, OutOfMemory, QueueUnavailable, StaleLeader
 from services.experts.worker import ExpertWorker, ServingFailed, Timing
 from services.placement import Hysteresis
 from services.queue.limits import QueueLimits
@@ -80,7 +81,13 @@ class Stage:
         self.loaded.append(Served(group, port=7000 + len(self.loaded)))
         return self.loaded[-1]
 
-    def start(self, name: str, load: Callable[..., Served] | None = None, **wishes: int) -> ExpertWorker:
+    def start(
+        self,
+        name: str,
+        load: Callable[..., Served] | None = None,
+        rest: Callable[[int], object] = lambda _: None,
+        **wishes: int,
+    ) -> ExpertWorker:
         info = structs.replace(expert(name), num_experts=8, layers=(0, 1), **wishes)
         worker = ExpertWorker(
             info=info,
@@ -88,6 +95,7 @@ class Stage:
             reader=self.floor.reader,
             load=load or self.load,
             timing=Timing(lease=LEASE_S, drain=5.0),
+            rest=rest,
         )
         stop = asyncio.Event()
         self.tasks[name] = (worker, stop, asyncio.create_task(worker.run(stop)))
@@ -509,3 +517,56 @@ async def test_after_redis_lost_everything_the_first_table_lists_all_that_it_lis
         await stage.until(lambda: len(link.tables[-1].seats) == 4)
         assert [worker.serving for worker in workers] == serving
         await ended([following])
+
+
+async def test_a_worker_that_sleeps_keeps_its_seat_and_its_group(floor):
+    """It leaves the table before it gives its memory back, and comes back into it with another port."""
+    rested: list[int] = []
+    async with stage_of(floor, groups=2) as stage:
+        worker, other = stage.start("a", rest=rested.append), stage.start("b")
+        await stage.until_listed("a", "b")
+        seat, group, first = worker.seat, worker.held.group, worker.serving
+        await beside(stage, worker.fall_asleep(1))
+        assert (worker.serving, first.drained, rested, worker.missing()) == (None, True, [1], [])
+        await stage.until_listed("b")
+        await beside(stage, worker.fall_asleep(1))
+        await beside(stage, worker.fall_asleep(2))
+        assert rested == [1, 2]
+        await beside(stage, worker.wake_up())
+        await stage.until_listed("a", "b")
+        assert (worker.seat, worker.held.group, len(stage.loaded)) == (seat, group, 3)
+        assert (await stage.listed())["a"] == worker.serving.port != first.port
+        await beside(stage, worker.wake_up())
+        assert len(stage.loaded) == 3
+        assert other.status == "ready"
+
+
+async def test_a_worker_that_finds_too_little_memory_to_wake_up_sleeps_on(floor):
+    rested: list[int] = []
+    full = False
+    async with stage_of(floor, groups=1) as stage:
+
+        def load(group: ShardGroup, seat: int, stopped: threading.Event) -> Served:
+            if full:
+                raise OutOfMemory("Others have it.")
+            return stage.load(group, seat, stopped)
+
+        worker = stage.start("a", load, rest=rested.append)
+        await stage.until_listed("a")
+        await beside(stage, worker.fall_asleep(1))
+        full = True
+        with pytest.raises(OutOfMemory):
+            await beside(stage, worker.wake_up())
+        assert rested == [1, 1], "what the try took is given back"
+        await asyncio.sleep(0.5)  # heartbeats bring orders meanwhile
+        assert worker.serving is None
+        full = False
+        await beside(stage, worker.wake_up())
+        await stage.until_listed("a")
+
+
+async def beside(stage: Stage, work: Coroutine[Any, Any, None]) -> None:
+    """Do ``work`` while the leader turns."""
+    task = asyncio.create_task(work)
+    await stage.until(task.done)
+    task.result()

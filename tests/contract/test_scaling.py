@@ -12,6 +12,7 @@ from services.errors import StaleLeader
 from services.messages import LATENCY_BUCKETS, GatewayLoad, SeatLoad, SeatReport, WorkerLoad
 from services.queue.loads import LoadNotes, LoadReader
 from services.queue.seats import SeatRegistry
+from services.queue.sleep import SleepSwitch
 from services.scheduler.scaling import Autoscaler, Bounds, Decision, Replicas, ScalingOptions, Sources, Target
 
 NONE = (0,) * LATENCY_BUCKETS
@@ -195,3 +196,17 @@ async def test_a_request_between_two_looks_keeps_it_awake(stage):
         await stage.turns(leader, 10)
         stage.came += 1
     assert (await stage.turns(leader, 1))[ATTENTION] == 1
+
+
+async def test_targets_stay_while_the_model_sleeps(stage):
+    """Neither the queue that grows for want of a wake-up nor workers that do nothing change them."""
+    leader = stage.leader()
+    before = await stage.turns(leader, 3)
+    decided = len(stage.decisions)
+    switch = SleepSwitch(stage.bench.user("gateway"), stage.floor.keys, stage.bench.limits)
+    await switch.order(1)
+    await stage.turns(leader, 40, busy=0.9)
+    assert len(stage.decisions) == decided
+    await switch.order(0)
+    assert (await stage.turns(leader, 2)).keys() == before.keys()
+    assert len(stage.decisions) == decided + 2

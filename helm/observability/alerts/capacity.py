@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from observability.rules import OWNER, Alert, most, rate, series
+from observability.rules import NOT_ASLEEP, OWNER, Alert, most, rate, series
 
 _WORKER = "pod, role, exported_instance"
 _CEILING = most("wanted_replicas_reason", "role, shard", 'reason="ceiling"')
@@ -28,7 +28,7 @@ ALERTS = (
     ),
     Alert(
         name="ExpertmeshQueueOld",
-        expr=f"{most('queue_oldest_seconds')} > <queueSeconds>",
+        expr=f"{most('queue_oldest_seconds')} > <queueSeconds>\n{NOT_ASLEEP}",
         wait="2m",
         severity="warning",
         summary="A request has waited {{ $value | humanizeDuration }} in the queue of {{ $labels.job }}.",
@@ -98,7 +98,7 @@ ALERTS = (
     ),
     Alert(
         name="ExpertmeshAsleepWithRequests",
-        expr=f"{most('queue_requests')} > 0 and {most('workers')} == 0",
+        expr=f"{most('queue_requests')} > 0 and {most('workers')} == 0\n{NOT_ASLEEP}",
         wait="3m",
         severity="critical",
         summary="Requests of {{ $labels.job }} wait, and no attention worker has been there to take them.",

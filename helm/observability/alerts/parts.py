@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from observability.rules import OWNER, Alert, most, newly, series
+from observability.rules import NOT_ASLEEP, OWNER, Alert, most, newly, series
 
 _WORKER = "pod, role, exported_instance"
 _EXPERTS, _DEATH = 'role="experts"', 'change="death"'
@@ -33,7 +33,7 @@ ALERTS = (
     Alert(
         name="ExpertmeshShardWithoutSeat",
         expr=f"{most('expert_seats', 'shard')} == 0\n"
-        f"unless on ({OWNER}, shard) {most('wanted_replicas', 'shard', _EXPERTS)} == 0",
+        f"unless on ({OWNER}, shard) {most('wanted_replicas', 'shard', _EXPERTS)} == 0\n{NOT_ASLEEP}",
         wait="1m",
         severity="critical",
         summary="Shard group {{ $labels.shard }} of {{ $labels.job }} has no expert worker, so no request can be "

@@ -254,7 +254,7 @@ _PARTS = Row(
                 "share a page, by whoever has that page.",
                 act="runbook targets.",
                 limits=Limits(amber=1, red=1, below=True),
-                span=24,
+                span=16,
             ),
             Query(
                 expr=f"up and on (job, instance) (last_over_time({series('build_info')}[$__range]) or "
@@ -263,6 +263,17 @@ _PARTS = Row(
             ),
             Query(expr=series("metrics_upstream_up"), legend="{{pod}} {{role}} {{exported_instance}}"),
             names={"0": "away", "1": "up"},
+        ),
+        states(
+            Says(
+                title="Sleep of the model",
+                unit="none",
+                shows="The level at which an operator sent the model to sleep; requests wait in the queue meanwhile.",
+                act="POST /wake_up ends it.",
+                span=8,
+            ),
+            Query(expr=most("sleep_level"), legend="level"),
+            names={"0": "serves", "1": "asleep, level 1", "2": "asleep, level 2"},
         ),
     ),
 )

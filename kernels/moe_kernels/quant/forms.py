@@ -25,6 +25,11 @@ class Forms:
     kept: OrderedDict[Hashable, tuple[Hashable, Form]] = field(default_factory=OrderedDict)
     lock: Lock = field(default_factory=Lock)
 
+    def forget(self) -> None:
+        """Give all of them up."""
+        with self.lock:
+            self.kept.clear()
+
     def get(self, key: Hashable, written: Hashable, most_bytes: float, make: Callable[[], Form]) -> Form:
         with self.lock:
             found = self.kept.get(key)

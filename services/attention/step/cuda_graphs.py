@@ -16,6 +16,7 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor
@@ -50,7 +51,7 @@ class CudaCapture:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._pool: Any = None
+        self._last: ReferenceType[Any] | None = None
 
     def __call__(self, work: Callable[[], None]) -> Callable[[], None]:
         caller = torch.cuda.current_stream(self._device)
@@ -61,7 +62,7 @@ class CudaCapture:
             graph = torch.cuda.CUDAGraph()
             with no_collection():
                 # Other threads use the GPU meanwhile: links, lanes, metrics.
-                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                graph.capture_begin(pool=self._pool(), capture_error_mode="thread_local")
                 try:
                     work()
                 except BaseException:
@@ -72,8 +73,13 @@ class CudaCapture:
             graph.replay()  # uploads it: later, a colocated seat that waits for rows would delay that
             self._stream.synchronize()
         caller.wait_stream(self._stream)
-        self._pool = graph.pool()
+        self._last = ref(graph)
         return graph.replay
+
+    def _pool(self) -> Any:
+        """Return the memory of the graphs; None where all of them are gone, and it with them."""
+        last = None if self._last is None else self._last()
+        return None if last is None else last.pool()
 
 
 class StepGraphs(Generic[HandleT]):

@@ -104,17 +104,8 @@ class Engine(Generic[HandleT]):
         self._kv = KVCache(
             spec, num_blocks=blocks, block_size=options.block_size, dtype=model.dtype, device=model.device
         )
-        self._graphs: StepGraphs[HandleT] | None = None
-        if capture is not None:
-            self._graphs = StepGraphs(
-                model,
-                link,
-                self._kv,
-                capture=capture,
-                max_rows=options.max_num_batched_tokens,
-                max_seqs=options.max_num_seqs,
-                max_len=max_model_len,
-            )
+        self._capture, self._most = capture, (options.max_num_batched_tokens, options.max_num_seqs, max_model_len)
+        self._graphs = self._new_graphs()
         self._inputs = Flattener(options.block_size, model.device)
         self._limits = BatchLimits(
             max_num_seqs=options.max_num_seqs,
@@ -128,6 +119,13 @@ class Engine(Generic[HandleT]):
         self._sampler = Sampler(spec.vocab_size, model.device)
         self._pace = None if options.prefill_stretch is None else Pace(options.prefill_stretch)
         self._reset()
+
+    def _new_graphs(self) -> StepGraphs[HandleT] | None:
+        if self._capture is None:
+            return None
+        rows, seqs, length = self._most
+        parts = self._model, self._link, self._kv
+        return StepGraphs(*parts, capture=self._capture, max_rows=rows, max_seqs=seqs, max_len=length)
 
     def _reset(self) -> None:
         """Forget all requests, cached prefixes and figures."""
@@ -208,6 +206,20 @@ class Engine(Generic[HandleT]):
             if self._pace is not None:
                 self._pace.warmed_up()
             self._reset()
+
+    def sleep(self) -> None:
+        """Give up the KV cache with its prefixes, and CUDA graphs. The engine must hold no request, and gets none until
+        :meth:`wake_up`."""
+        assert not self.has_work
+        self._graphs = None
+        self._kv.free()
+        self._reset()
+
+    def wake_up(self) -> None:
+        """Take the memory again; :meth:`prepare` is due after it. Raises OutOfMemory."""
+        self._kv.allocate()
+        self._graphs = self._new_graphs()
+        self._reset()
 
     @property
     def has_work(self) -> bool:

@@ -59,6 +59,7 @@ class GatewaySettings(BaseModel):
         "seconds after SIGTERM during which new requests are still accepted; up to three times as long while they "
         "keep arriving",
         roles=(GATEWAY,),
+        hidden=True,
         ge=0,
         le=600,
     )

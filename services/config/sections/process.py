@@ -45,6 +45,12 @@ class ProcessSettings(BaseModel):
     layer_series: bool = setting(
         False, "export metrics for each layer; otherwise for all layers together, labelled layer=all", roles=COMPUTING
     )
+    enable_sleep_mode: bool = setting(
+        False,
+        "let POST /sleep and POST /wake_up free the memory of all workers and take it again; callers need an API key "
+        "with the right `admin`, or no key on a loopback address. Gateways and workers need the same",
+        roles=(GATEWAY, ATTENTION, EXPERTS),
+    )
     supervisor_pid: int | None = setting(
         None, "process whose death ends this one (set by `serve` and `workers`)", hidden=True, ge=1
     )

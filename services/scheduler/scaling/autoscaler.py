@@ -59,12 +59,14 @@ class Autoscaler:
         self._state: State | None = None
 
     async def turn(self, epoch: int) -> None:
-        """Read, decide and keep the targets.
+        """Read, decide and keep the targets; while the model sleeps, they stay as they are.
 
         Raises:
             StaleLeader: another scheduler leads.
             QueueUnavailable: Redis does not answer.
         """
+        if await self._sources.queue.sleep_level():
+            return  # what waits in the queue waits for a wake-up, and nothing that runs is idle for want of requests
         reading = await self._read()
         signals = self._meter.signals(reading)
         if self._options.groups is not None:

@@ -18,6 +18,7 @@ from services.messages import AttemptLost, GenerateRequest, TokenEvent, WorkerIn
 from services.queue.gateway_side import IdempotencyKey, KeyBound, Prompts, Result
 from services.queue.limits import TenantLimits
 from services.queue.prompts import whole
+from services.queue.sleep import Sleep
 from testkit.waiting import eventually
 
 Answer = Callable[[GenerateRequest], Iterable[TokenEvent]]
@@ -288,3 +289,20 @@ def _cancelled(request: GenerateRequest) -> TokenEvent:
 def _joined(request: GenerateRequest, prompts: Prompts | None) -> GenerateRequest:
     """``request`` with its prompt, as a worker gets it."""
     return whole(request, (prompts or {})[request.prompt])
+
+
+@dataclass
+class ScriptedSwitch:
+    """A switch whose workers do what is ordered after ``looks`` looks at them."""
+
+    looks: int = 0
+    ordered: int = 0
+
+    async def order(self, level: int) -> int:
+        self.ordered = max(level, self.ordered) if level else 0
+        return self.ordered
+
+    async def look(self) -> Sleep:
+        self.looks -= 1
+        state = self.ordered if self.looks < 0 else -1
+        return Sleep(ordered=self.ordered, notes={"w": state})

@@ -16,7 +16,7 @@ from openai import AsyncOpenAI
 from prometheus_client import CollectorRegistry
 from testkit.http_peer import URL, Peer, bearer
 from testkit.processes.background import ended
-from testkit.queue.scripted import ScriptedQueue
+from testkit.queue.scripted import ScriptedQueue, ScriptedSwitch
 from testkit.waiting import eventually
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
@@ -33,6 +33,7 @@ from services.gateway.offload import Offload
 from services.gateway.prompts import PromptReader, ServedModel
 from services.gateway.results import ResultFollower
 from services.gateway.server import Drain, HttpServer, listen
+from services.gateway.sleep import SleepOrders, Switch
 from services.gateway.table import JobTable
 from services.gateway.targets import LatencyTargets
 from services.gateway.tokenize import TokenizerRoutes
@@ -264,6 +265,7 @@ async def _running(
     redis_ms: Callable[[], float] | None = None,
     ttft_s: float = 2.0,
     tracer: Tracer | None = None,
+    switch: Switch | None = None,
 ) -> AsyncIterator[Harness]:
     registry = CollectorRegistry()
     metrics, queue = GatewayMetrics(registry), queue or ScriptedQueue()
@@ -319,6 +321,7 @@ async def _running(
         ),
         tokenizer=TokenizerRoutes(prompts, offload),
         readiness=Readiness(follower, leader.present, store),
+        sleep=SleepOrders(switch or ScriptedSwitch(), authenticator, enabled=switch is not None, wait_s=0.5),
         siblings=siblings,
         registry=registry,
         metrics=metrics,

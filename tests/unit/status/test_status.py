@@ -12,8 +12,10 @@ import pytest
 from testkit.kube.api_server import ApiServer, Object, labels, pod, workload
 
 from services.status.kube import ClusterReader, connected
+from services.status.queue import Group, Queue
 from services.status.release import Release, Workload
 from services.status.verdict import judge
+from services.status.view import as_json, as_text
 
 Status = Callable[..., Any]
 NEEDED = ("gateway", "scheduler", "attention")
@@ -26,6 +28,16 @@ def test_a_model_that_sleeps_is_not_missed_by_an_account_that_may_not_see_what_w
     for scaled, missing in ((None, 0), (True, 0), (False, 1)):
         found = Release(name="mesh", namespace="n", workloads=workloads, pods=(), scaled=scaled)
         assert len(judge(found, None).missing) == missing
+
+
+def test_a_model_that_an_operator_sent_to_sleep_misses_nothing() -> None:
+    asleep = Queue(leader="s", gateways=1, workers=("a",), blocked=("a",), groups={0: Group(seats=0)}, sleep=2)
+    said = as_text(judge(None, asleep))
+    assert "sleeps at level 2; POST /wake_up wakes it" in said
+    assert "1 sleep" in said
+    assert judge(None, asleep).servable
+    assert json.loads(as_json(judge(None, asleep)))["sleep_level"] == 2
+    assert not judge(None, replace(asleep, sleep=0)).servable
 
 
 def warning(uid: str, reason: str, message: str, kind: str = "Pod", name: str = "") -> Object:

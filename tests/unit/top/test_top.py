@@ -220,6 +220,7 @@ def test_what_redis_said_stays_while_it_is_away() -> None:
     assert "REDIS IS AWAY (below is what it said 3 s ago): Redis does not answer." in lines[0]
     assert any("attention-a" in line for line in lines)
     assert drawn(Reading(at_s=1.0, problem="Refused."), before=None) == ["REDIS IS AWAY: Refused."]
+    assert drawn(replace(BEFORE, sleep=1), before=None)[0] == "ASLEEP at level 1; POST /wake_up wakes the model"
 
 
 @pytest.mark.parametrize("width", [1, 8, 20, 40, 80, 200])
