@@ -11,6 +11,7 @@ import asyncio
 import logging
 import secrets
 import tempfile
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
@@ -24,13 +25,15 @@ from services.queue.connect import command, connect
 from services.queue.keys import Keys
 from services.ray.arguments import Arguments
 from services.ray.fleet import Fleet, Gone, nodes
-from services.ray.members import Members
+from services.ray.members import DRAINS, REDIS, Members
 from services.ray.units import units
 from services.runtime import configure_logging
 from services.scheduler.scaling.targets import ScalingOptions, Target, unpack_targets
 from services.supervisor.notices import Notices
 
 _PAUSE_S = 1.0
+_ANSWER_S = 5.0
+_LAST_WORDS_S = 10.0
 _HEAD = "node:__internal_head__"
 """Ray's name for its head, where Serve's own controller is, too. A private Redis is then not on a node that leaves."""
 _STOPPED_IN_TURN = ((ATTENTION, COLOCATED), (EXPERTS,), (SCHEDULER,))
@@ -54,6 +57,7 @@ class Controller:
         self._targets: dict[Target, int] = {}
         self._gateways: dict[str, str] = {}
         self._secret = ""
+        self._adopted = False
         self._up = asyncio.Event()
         self._round_at = 0.0
         self._failure: Exception | None = None
@@ -97,11 +101,16 @@ class Controller:
     async def __del__(self) -> None:
         """Drain and end all actors if the application is deleted; leave them to a successor otherwise."""
         self._loop_task.cancel()
+        await asyncio.wait([self._loop_task])
         if not await asyncio.to_thread(_is_deleted, self._app):
             return
+        await asyncio.to_thread(_until_gateways_end, self._app, self._settings.drain_timeout + _LAST_WORDS_S)
         await self._members.stop_all(_STOPPED_IN_TURN)
-        with suppress(Gone):
-            self._fleet.kill(self._fleet.find("redis"))
+        with suppress(Gone, ray.exceptions.RayError, TimeoutError):
+            redis = self._fleet.find(REDIS)
+            async with asyncio.timeout(_LAST_WORDS_S):
+                await redis.stop.remote()
+            self._fleet.kill(redis)
 
     async def _run(self) -> None:
         try:
@@ -120,15 +129,18 @@ class Controller:
             self._failure = error
             self._up.set()
 
-    async def identity(self) -> tuple[str, str]:
-        """Return the URL of Redis, if it was given, and the namespace in it: two applications may not share both."""
+    async def identity(self) -> tuple[str, str, bool]:
+        """Return the URL of Redis, if it was given, and the namespace in it: two applications may not share both. The
+        URL is empty once this one was refused. Last, whether it has processes."""
         given = self._arguments.checked_settings()
-        return given.redis_url or "", given.namespace
+        return "" if self._failure else given.redis_url or "", given.namespace, self._members.any
 
     async def _begin(self) -> None:
         """Find the actors of a predecessor and Redis, or start it. The fabric's secret is that of the actors."""
-        await self._check_alone()
         self._secret = await self._members.adopt()
+        self._adopted = self._members.any
+        if not self._adopted:
+            await self._check_alone()
         if not self._secret and self._settings.uses_seats and self._settings.fabric_secret_file is None:
             self._secret = secrets.token_urlsafe(32)
         if self._settings.redis_url is None:
@@ -136,17 +148,18 @@ class Controller:
 
     async def _check_alone(self) -> None:
         """Raise ConfigError where another application of the cluster is in the same namespace of the same Redis."""
-        mine = await self.identity()
+        url, namespace, _ = await self.identity()
         others = await asyncio.to_thread(lambda: serve.status().applications)
         for name, application in others.items():
-            if name == self._app or "Controller" not in application.deployments or not mine[0]:
+            if name == self._app or "Controller" not in application.deployments or not url:
                 continue
             with suppress(TimeoutError, ray.exceptions.RayError):
-                async with asyncio.timeout(_PAUSE_S):
+                async with asyncio.timeout(_ANSWER_S):
                     theirs = await serve.get_deployment_handle("Controller", name).identity.remote()
-                    if tuple(theirs) == mine:
+                    same = (theirs[0], theirs[1]) == (url, namespace)
+                    if same and (theirs[2] or name < self._app):  # of two that begin together one begins
                         raise ConfigError(
-                            f"The application {name} of this cluster serves in namespace {mine[1]} of this Redis.",
+                            f"The application {name} of this cluster serves in namespace {namespace} of this Redis.",
                             hint="Give this one another settings.namespace, or delete that one.",
                         )
 
@@ -163,23 +176,38 @@ class Controller:
         return url
 
     async def _round(self, notices: Notices) -> None:
-        await self._read_targets()
+        if not await self._read_targets():
+            return
         found = units(self._settings, schedulers=self._arguments.schedulers, targets=self._targets)
         await self._members.round(found, self._settings, self._secret, notices)
 
-    async def _read_targets(self) -> None:
-        """Follow the leading scheduler's targets. Those that were read last hold while Redis does not answer."""
+    async def _read_targets(self) -> bool:
+        """Follow the leading scheduler's targets; those that were read last hold while Redis does not answer. Return
+        False where none could be read yet, and processes are there: their numbers are not known to be wrong."""
         if self._settings.autoscale == "off":
-            return
+            return True
         redis = connect(str(self._settings.redis_url))
         try:
             kept = await command(redis, "GET", Keys(self._settings.namespace).targets)
             ranks = ScalingOptions.of(self._settings).ranks
             self._targets = unpack_targets(kept, ranks) or self._targets
+            self._adopted = False
         except QueueUnavailable as error:
             log.warning("cannot read the wanted replicas: %s", error.message)
         finally:
             await redis.aclose()
+        return not self._adopted
+
+
+def _until_gateways_end(app: str, limit_s: float) -> None:
+    """Return once the application's gateways have drained, or after ``limit_s``: what is in the queue needs workers."""
+    ends = time.monotonic() + limit_s
+    while time.monotonic() < ends:
+        application = serve.status().applications.get(app)
+        gateway = application.deployments.get("Gateway") if application is not None else None
+        if gateway is None or not sum(gateway.replica_states.values()):
+            return
+        time.sleep(_PAUSE_S / 2)
 
 
 def _is_deleted(app: str) -> bool:
@@ -190,7 +218,7 @@ def _is_deleted(app: str) -> bool:
 
 def controller_of(arguments: Arguments, settings: Settings) -> Any:
     """Return the deployment, bound to its arguments."""
-    drain_s = 4 * settings.drain_timeout + 30.0
+    drain_s = 3 * DRAINS * settings.drain_timeout + 60.0  # gateways, attention, experts, schedulers
     deployment = serve.deployment(
         name="Controller",
         num_replicas=1,

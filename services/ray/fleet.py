@@ -29,7 +29,11 @@ log = logging.getLogger(__name__)
 
 
 class Gone(Exception):
-    """The actor has died. Ray starts it again."""
+    """The actor has ended for good, as one whose node cannot make it; the message says why."""
+
+
+class Unavailable(Exception):
+    """The actor does not answer right now: Ray starts it again, or the network failed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +50,6 @@ class Fleet:
 
     def __init__(self, name: str) -> None:
         self._prefix = f"{name}/"
-        self._packs: dict[str, PlacementGroup] = {}
 
     def names(self) -> list[str]:
         """Return the names of all actors of the application that Ray keeps alive."""
@@ -75,7 +78,8 @@ class Fleet:
         if place.pack is not None:
             strategy = PlacementGroupSchedulingStrategy(place.pack, place.bundle)
         elif place.node is not None:
-            strategy = NodeAffinitySchedulingStrategy(place.node, soft=True)
+            # Without the last argument it would wait for a node that is full while others have room.
+            strategy = NodeAffinitySchedulingStrategy(place.node, soft=True, _spill_on_unavailable=True)
         options = self._options(name) | {
             "num_cpus": resources.cpus,
             "num_gpus": gpus,
@@ -95,56 +99,75 @@ class Fleet:
         return ray.remote(RedisKeeper).options(**options).remote(folder)
 
     async def report(self, handle: Any) -> Report | None:
-        """Return what the actor says; None: it is not there yet, or does not answer. Raises Gone where it has died."""
+        """Return what the actor says; None: it is not there yet, or does not answer. Raises Gone, Unavailable."""
         try:
             async with asyncio.timeout(_ANSWER_S):
                 found: Report = await handle.report.remote()
                 return found
         except TimeoutError:
             return None
-        except (ray.exceptions.RayActorError, ray.exceptions.ActorUnavailableError) as error:
-            raise Gone(str(error)) from error
+        except ray.exceptions.ActorUnavailableError as error:
+            raise Unavailable(str(error)) from error
+        except ray.exceptions.ActorDiedError as error:
+            raise Gone(_last_line(error)) from error
+        except ray.exceptions.RayError as error:
+            log.warning("an actor answers with an error: %s", _last_line(error))
+            return None
 
-    async def secret(self, handle: Any) -> str:
-        """Return the fabric's secret, as the actor knows it; empty where it does not answer."""
+    async def secret(self, handle: Any) -> str | None:
+        """Return the fabric's secret, as the actor knows it, empty for none; None where it does not answer."""
         with suppress(TimeoutError, ray.exceptions.RayError):
             async with asyncio.timeout(_ANSWER_S):
                 found: str = await handle.secret.remote()
                 return found
-        return ""
+        return None
 
-    async def stop(self, handle: Any) -> None:
-        """Drain the actor's process, and end the actor for good."""
+    async def stop(self, handle: Any, timeout_s: float) -> None:
+        """Drain the actor's process, for ``timeout_s`` seconds at most, and end the actor for good."""
         try:
-            await handle.stop.remote()
+            async with asyncio.timeout(timeout_s):
+                await handle.stop.remote()
+        except TimeoutError:
+            log.warning("an actor did not drain in %.0f s; ending it", timeout_s)
         except ray.exceptions.RayError as error:
-            log.info("an actor that was to drain died: %s", error)
+            log.info("an actor that was to drain died: %s", _last_line(error))
         self.kill(handle)
 
     def kill(self, handle: Any) -> None:
         """End the actor and its process at once, for good."""
         ray.kill(handle, no_restart=True)
 
-    def pack(self, name: str, bundle: Mapping[str, float], count: int) -> PlacementGroup:
-        """Return the placement group called ``name``: ``count`` bundles on one node. It is made if there is none."""
-        if name not in self._packs:
-            title = f"{NAMESPACE}-{self._prefix}{name}"
-            try:
-                self._packs[name] = ray.util.get_placement_group(title)
-            except ValueError:
-                self._packs[name] = placement_group(
-                    [dict(bundle)] * count, strategy="STRICT_PACK", name=title, lifetime="detached"
-                )
-        return self._packs[name]
+    def pack(self, name: str, bundle: Mapping[str, float], count: int, labels: Mapping[str, str]) -> PlacementGroup:
+        """Return the placement group called ``name``: ``count`` bundles on one node that has ``labels``. It is made if
+        there is none."""
+        title = self._pack_prefix + name
+        try:
+            found: PlacementGroup = ray.util.get_placement_group(title)
+        except ValueError:
+            selector: dict[str, Any] = {"bundle_label_selector": [dict(labels)] * count} if labels else {}
+            found = placement_group(
+                [dict(bundle)] * count, strategy="STRICT_PACK", name=title, lifetime="detached", **selector
+            )
+        return found
 
     def unpack(self, name: str) -> None:
         """Give the placement group called ``name`` back."""
-        if (group := self._packs.pop(name, None)) is not None:
-            remove_placement_group(group)
+        with suppress(ValueError):
+            remove_placement_group(ray.util.get_placement_group(self._pack_prefix + name))
 
-    def packs(self) -> list[str]:
-        """Return the names of the placement groups that :meth:`pack` made or found."""
-        return list(self._packs)
+    def packs(self) -> dict[str, bool]:
+        """Return the names of the application's placement groups, and whether each has its resources."""
+        listed = [each for each in ray.util.placement_group_table().values() if each["state"] != "REMOVED"]
+        names = {each["name"]: each["state"] == "CREATED" for each in listed}
+        return {
+            name.removeprefix(self._pack_prefix): there
+            for name, there in names.items()
+            if name.startswith(self._pack_prefix)
+        }
+
+    @property
+    def _pack_prefix(self) -> str:
+        return f"{NAMESPACE}-{self._prefix}"
 
     def _options(self, name: str) -> dict[str, Any]:
         return {
@@ -154,6 +177,12 @@ class Fleet:
             "max_restarts": -1,
             "max_concurrency": _CALLS,
         }
+
+
+def _last_line(error: Exception) -> str:
+    """Return the last line of an error of Ray's, which has that of the other process with its whole traceback."""
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return lines[-1].strip() if lines else repr(error)
 
 
 def nodes() -> list[dict[str, Any]]:

@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import shutil
 import socket
 import threading
+import uuid
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,6 +26,7 @@ from prometheus_client import disable_created_metrics
 from services.config import EXPERTS, SCHEDULER, Role, Settings
 from services.errors import StartupError
 from services.model.hub import with_checkpoint
+from services.model.load_spec import load_spec
 from services.runtime import configure_logging
 from services.runtime.run_folder import RunFolder
 from services.supervisor.child import Outlook, RedisProcess
@@ -45,6 +48,7 @@ class Report:
 
     ``waits_for`` says what a process that is not ready lacks, or why it failed. ``starts`` counts how often this actor
     started it; ``pid`` and ``metrics_port`` are those of the last start, ``address`` and ``node`` those of the node.
+    ``life`` is this actor's since Ray started it, and ``log`` what its log files in Ray's folder begin with.
     """
 
     state: State = "starting"
@@ -55,6 +59,8 @@ class Report:
     pid: int | None = None
     metrics_port: int = 0
     starts: int = 0
+    life: str = ""
+    log: str = ""
 
 
 class Keeper:
@@ -70,8 +76,14 @@ class Keeper:
         self._name, self._role, self._secret = name, role, secret
         self._settings = Settings(**settings)
         self._address = node_address()
-        node = ray.get_runtime_context().get_node_id()
-        self._report = Report(host=socket.gethostname(), address=self._address, node=node)
+        context = ray.get_runtime_context()
+        self._report = Report(
+            host=socket.gethostname(),
+            address=self._address,
+            node=context.get_node_id(),
+            life=uuid.uuid4().hex,
+            log=f"worker-{context.get_worker_id()}",
+        )
         self._readiness: Readiness | None = None
         self._ended = threading.Event()
         self._stop: asyncio.Event | None = None
@@ -93,10 +105,13 @@ class Keeper:
         return self._secret
 
     def stop(self) -> Report:
-        """Stop the process as SIGTERM does, wait until it has ended, and return the last report."""
-        if self._loop is not None and self._stop is not None:
-            self._loop.call_soon_threadsafe(self._stop.set)
-            self._ended.wait()
+        """Stop the process as SIGTERM does, wait until it has ended, and return the last report. One that has not
+        begun, because its checkpoint is still being downloaded, is not waited for."""
+        if self._loop is not None and self._stop is not None and not self._ended.is_set():
+            with suppress(RuntimeError):  # it ends right now
+                self._loop.call_soon_threadsafe(self._stop.set)
+            if self._readiness is not None:
+                self._ended.wait()
         return self._report
 
     async def _main(self) -> None:
@@ -117,6 +132,8 @@ class Keeper:
         settings = self._settings
         if self._role != SCHEDULER:
             settings = await asyncio.to_thread(with_checkpoint, settings)
+            assert settings.model is not None, "checked by the controller"
+            await asyncio.to_thread(load_spec, settings.model)  # says what is wrong before anything starts
         assert settings.redis_url is not None, "the controller gives it"
         with RunFolder() as folder, ExitStack() as ports:
             (page,) = held_ports("0.0.0.0", 1, ports)
@@ -183,7 +200,9 @@ class RedisKeeper:
     """
 
     def __init__(self, folder: str) -> None:
-        self._redis = RedisProcess(Path(folder))
+        self._folder, self._redis = folder, RedisProcess(Path(folder))
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stop, self._stopping, self._ended = asyncio.Event(), threading.Event(), threading.Event()
         self._children = Children({}, new_policy=RestartPolicy, stop_margin_s=_STOP_MARGIN_S)
         self._up = threading.Event()
         self._failure: StartupError | None = None
@@ -196,15 +215,24 @@ class RedisKeeper:
             raise self._failure
         return self._redis.url
 
-    def host(self) -> str:
-        """Return the machine's name."""
-        return socket.gethostname()
+    def stop(self) -> None:
+        """End the server and remove its folder."""
+        self._stopping.set()
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._stop.set)
+            self._ended.wait(_STOP_MARGIN_S)
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     async def _main(self) -> None:
+        self._loop = asyncio.get_running_loop()
         try:
             await self._children.start("redis", self._redis)
         except StartupError as error:
             self._failure = error
         self._up.set()
         if self._failure is None:
-            await self._children.watch(asyncio.Event(), asyncio.sleep(0))
+            await self._children.watch(self._stop, asyncio.sleep(0))
+            await self._children.stop(Settings())
+        self._ended.set()
+        if not self._stopping.is_set() and self._failure is None:
+            os._exit(1)  # it keeps ending: Ray starts the actor again

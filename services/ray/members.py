@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import Counter
-from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,11 +18,21 @@ from ray.util.metrics import Gauge
 
 from services.config import Settings
 from services.ray.arguments import Arguments
-from services.ray.fleet import Fleet, Gone, Place, nodes, resources
+from services.ray.fleet import Fleet, Gone, Place, Unavailable
 from services.ray.keeper import Report
-from services.ray.units import Unit, digest
+from services.ray.placement import Placement
+from services.ray.units import Unit, digest, model_digest
 from services.supervisor.notices import Notices
 
+REDIS = "redis"
+"""Name of the private Redis' actor, which is no member."""
+_PAUSE_S = 1.0
+_AGAIN_S = 0.2
+_PATIENCE_S = 5.0
+"""An actor that has not reported for so long waits for room."""
+DRAINS = 4
+"""How many drains a process may take to end: three, and a margin."""
+_MARGIN_S = 30.0
 _RETRY_S = 15.0
 """A process that failed for good, such as one whose node lacks the checkpoint, is then tried again elsewhere."""
 
@@ -30,15 +41,19 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """An actor. ``said`` is its last report, ``restarts`` how often Ray has started it again as far as was seen, and
-    ``sent_to`` the node that it was meant for."""
+    """An actor. ``said`` is its last report, ``restarts`` how often Ray has started it again as far as was seen,
+    ``sent_to`` the node that it was meant for, and ``since`` when it was asked for. ``gone``: it does not answer right
+    now. ``ended``: why it has ended for good."""
 
     name: str
     handle: Any
     sent_to: str = ""
+    since: float = field(default_factory=time.monotonic)
     said: Report | None = None
+    asking: asyncio.Task[None] | None = None
     leaving: asyncio.Task[None] | None = None
     gone: bool = False
+    ended: str | None = None
     restarts: int = 0
     failed_at: float | None = None
 
@@ -46,6 +61,11 @@ class Member:
     def unit(self) -> str:
         """Name of the unit."""
         return self.name.partition("@")[0]
+
+    @property
+    def digest(self) -> str:
+        """Of what the actor was started with."""
+        return self.name.partition("@")[2]
 
     @property
     def ready(self) -> bool:
@@ -74,25 +94,41 @@ class Members:
         self._fleet, self._arguments, self._app = fleet, arguments, app
         self._members: dict[str, Member] = {}
         self._wanted: dict[str, Unit] = {}
-        self._failed_on: dict[str, set[str]] = {}
+        self._placement = Placement(fleet, arguments)
         self._failures: dict[str, str] = {}
         self._gauges = _Gauges()
+        self._drain_s = _MARGIN_S
         self.lacking = ""
         """Which units Ray has no room for, and what they need; empty: none."""
 
     async def adopt(self) -> str:
-        """Find the actors of an earlier controller. Returns the fabric's secret, which they know; empty: none does."""
+        """Find the actors of an earlier controller. Returns the fabric's secret, which they know; empty: there are
+        none, or none that has one. While none of them answers it waits: another secret would part old and new ones."""
         for name in await asyncio.to_thread(self._fleet.names):
-            if name != "redis":
-                self._members[name] = Member(name, self._fleet.find(name))
-        answers = [await self._fleet.secret(member.handle) for member in self._members.values()]
-        return next(filter(None, answers), "")
+            with suppress(Gone):
+                if name != REDIS:
+                    self._members[name] = Member(name, self._fleet.find(name))
+        while True:
+            answers = await asyncio.gather(*(self._fleet.secret(member.handle) for member in self._members.values()))
+            known = [answer for answer in answers if answer is not None]
+            if known or not answers:
+                return next(filter(None, known), "")
+            log.warning("none of the %d processes that are there answers", len(answers))
+            await asyncio.sleep(_PAUSE_S)
+
+    @property
+    def any(self) -> bool:
+        """Whether there are any."""
+        return bool(self._members)
 
     async def round(self, wanted: list[Unit], settings: Settings, secret: str, notices: Notices) -> None:
         """Ask all, end what is not wanted, and start what is missing. ``settings`` are those of all processes."""
-        self._wanted = {f"{unit.name}@{digest(settings, unit)}": unit for unit in wanted}
-        await asyncio.gather(*(self._ask(member, notices) for member in list(self._members.values())))
-        self._end_surplus()
+        self._drain_s = DRAINS * settings.drain_timeout + _MARGIN_S
+        self._wanted = {
+            f"{unit.name}@{digest(settings, unit, self._placement.reserved(unit))}": unit for unit in wanted
+        }
+        await self._ask_all(notices)
+        self._end_surplus(model_digest(settings))
         self._end_failed()
         await self._start_missing(settings, secret)
         self._note()
@@ -101,8 +137,12 @@ class Members:
         """Drain and end all, the roles of one turn after those of the other."""
         for roles in turns:
             leaving = [member for member in self._members.values() if member.name.startswith(roles)]
-            await asyncio.gather(*(self._fleet.stop(member.handle) for member in leaving))
-        for name in self._fleet.packs():
+            await asyncio.gather(*map(self._end, leaving))
+        for name in await asyncio.to_thread(self._fleet.names):  # also what was being started just now
+            with suppress(Gone):
+                if name != REDIS:
+                    self._fleet.kill(self._fleet.find(name))
+        for name in await asyncio.to_thread(self._fleet.packs):
             self._fleet.unpack(name)
 
     def rows(self) -> list[dict[str, Any]]:
@@ -117,15 +157,38 @@ class Members:
             if member.said is not None and member.said.metrics_port
         }
 
+    async def _ask_all(self, notices: Notices) -> None:
+        """Have all report. Those that take longer, because they are not there yet, do not hold others up."""
+        for member in self._members.values():
+            if member.asking is None or member.asking.done():
+                member.asking = asyncio.create_task(self._ask(member, notices))
+        asking = [member.asking for member in self._members.values() if member.asking is not None]
+        if asking:
+            await asyncio.wait(asking, timeout=_PAUSE_S)
+
     async def _ask(self, member: Member, notices: Notices) -> None:
         try:
-            said = await self._fleet.report(member.handle)
-        except Gone:
+            said = await self._report(member)
+        except Gone as error:
+            self._lost(member, notices)
+            member.ended = member.ended or str(error)
+            return
+        except Unavailable:
             self._lost(member, notices)
             return
-        if said is not None:
-            member.gone = False
-            member.said = said
+        if said is None:
+            return
+        if member.said is not None and member.said.life != said.life:  # Ray was faster than the question
+            self._lost(member, notices)
+        member.gone, member.said = False, said
+
+    async def _report(self, member: Member) -> Report | None:
+        """Ask, and once more where the actor does not answer: a network that stutters is no death."""
+        try:
+            return await self._fleet.report(member.handle)
+        except Unavailable:
+            await asyncio.sleep(_AGAIN_S)
+            return await self._fleet.report(member.handle)
 
     def _lost(self, member: Member, notices: Notices) -> None:
         """Report at once that the process of an actor that died has ended: nobody waits for its lease."""
@@ -135,38 +198,40 @@ class Members:
         member.restarts += 1
         said = member.said
         if said is not None and said.pid is not None:
-            log.warning("the actor of %s has died; Ray starts it again", member.name)
+            log.warning("the actor of %s has died", member.name)
             notices.ended(said.pid, name=member.name, metrics_port=said.metrics_port, host=said.host)
 
-    def _end_surplus(self) -> None:
-        """Drain units that are not wanted. Of those that only have other settings now, one at a time is replaced."""
+    def _end_surplus(self, model: str) -> None:
+        """Drain units that are not wanted. Of those that only have other settings now, one at a time is replaced; those
+        with another model end together, since none of the new one may begin before."""
         surplus = [member for name, member in self._members.items() if name not in self._wanted]
         replaced = {unit.name for unit in self._wanted.values()}
         busy = any(member.leaving for member in surplus) or not self._settled()
         for member in sorted(surplus, key=lambda member: member.ready):  # those that do not serve first
             if member.leaving is not None:
                 continue
-            if member.unit in replaced:
+            if member.unit in replaced and member.digest.startswith(model):
                 if busy:
                     continue
                 busy = True
-            member.leaving = asyncio.ensure_future(self._leave(member))
+            member.leaving = asyncio.create_task(self._leave(member))
 
     def _end_failed(self) -> None:
         """End actors whose process failed for good, and remember where that was: the next try is elsewhere."""
         now = asyncio.get_running_loop().time()
         for member in list(self._members.values()):
-            said = member.said
-            if said is None or said.state != "failed":
+            said, why = member.said, member.ended
+            if why is None and said is not None and said.state == "failed":
+                why = said.waits_for
+            if why is None:
                 member.failed_at = None
-                continue
-            if member.failed_at is None:
+            elif member.failed_at is None:
                 member.failed_at = now
-                log.error("%s failed on node %s: %s", member.name, said.address, said.waits_for)
-                self._failures[member.name] = said.waits_for
+                log.error("%s failed on node %s: %s", member.name, said.address if said else member.node, why)
+                self._failures[member.name] = why
             elif now - member.failed_at > _RETRY_S and member.leaving is None:
-                self._failed_on.setdefault(member.unit, set()).add(said.node)
-                member.leaving = asyncio.ensure_future(self._leave(member))
+                self._placement.failed_on.setdefault(member.unit, set()).add(member.node)
+                member.leaving = asyncio.create_task(self._leave(member))
 
     def _settled(self) -> bool:
         """Return whether each unit that is wanted is ready, or runs with the settings that it had before."""
@@ -176,22 +241,42 @@ class Members:
 
     async def _leave(self, member: Member) -> None:
         log.info("%s drains and ends", member.name)
-        await self._fleet.stop(member.handle)
+        await self._end(member)
         self._members.pop(member.name, None)
+
+    async def _end(self, member: Member) -> None:
+        """Drain a member's process and end its actor. One that never reported has no process, and does not hear."""
+        if member.said is None or member.ended is not None:
+            self._fleet.kill(member.handle)
+        else:
+            await self._fleet.stop(member.handle, self._drain_s)
 
     async def _start_missing(self, settings: Settings, secret: str) -> None:
         """Start what is wanted and not there, unless a predecessor with other settings has not left yet."""
         held = {member.unit for member in self._members.values()}
-        packs = {unit.pack for unit in self._wanted.values()}
-        for name in self._fleet.packs():
-            if name not in packs and not any(member.name.startswith(f"{name}-") for member in self._members.values()):
-                self._fleet.unpack(name)
+        await self._unpack(held)
         for name, unit in self._wanted.items():
             if unit.name not in held:
-                place = self._place(unit, settings)
+                place = self._placement.place(unit, settings, self._spread())
                 handle = await asyncio.to_thread(self._started, name, unit, place, settings, secret)
                 self._members[name] = Member(name, handle, sent_to=place.node or "")
-        self.lacking = await asyncio.to_thread(self._missing_resources)
+        late = time.monotonic() - _PATIENCE_S
+        waiting = [
+            self._wanted[name]
+            for name, member in self._members.items()
+            if name in self._wanted and member.said is None and member.since < late
+        ]
+        self.lacking = await asyncio.to_thread(self._placement.lacking, waiting)
+
+    def _spread(self) -> list[tuple[Unit | None, str]]:
+        return [(self._wanted.get(name), member.node) for name, member in self._members.items()]
+
+    async def _unpack(self, held: set[str]) -> None:
+        """Give placement groups back whose workers are neither wanted nor there."""
+        wanted = {self._placement.pack_of(unit) for unit in self._wanted.values()}
+        for name in await asyncio.to_thread(self._fleet.packs):
+            if name not in wanted and not any(unit.startswith(f"{name.partition('@')[0]}-") for unit in held):
+                self._fleet.unpack(name)
 
     def _started(self, name: str, unit: Unit, place: Place, settings: Settings, secret: str) -> Any:
         needs = self._arguments.resources_of(unit.role)
@@ -202,57 +287,7 @@ class Members:
             "secret": secret,
         }
         log.info("starting %s", name)
-        return self._fleet.start(name, arguments, needs, self._gpus(unit), place, self._arguments.runtime_env)
-
-    def _gpus(self, unit: Unit) -> float:
-        asked = self._arguments.resources_of(unit.role).gpus
-        if asked is not None:
-            return asked
-        on_gpu = self._arguments.settings.get("device") != "cpu" and resources().get("GPU", 0) > 0
-        return 1.0 if on_gpu else 0.0
-
-    def _place(self, unit: Unit, settings: Settings) -> Place:
-        """Return where ``unit`` is to run: packed with its like, or on the node with least of its kind."""
-        needs = self._arguments.resources_of(unit.role)
-        if unit.pack is not None:
-            bundle = {"CPU": needs.cpus, "GPU": self._gpus(unit)} | needs.resources
-            bundle = {name: amount for name, amount in bundle.items() if amount}
-            group = self._fleet.pack(unit.pack, bundle, settings.workers)
-            return Place(pack=group, bundle=int(unit.name.rpartition("-")[2]))
-        return Place(node=self._emptiest(unit))
-
-    def _emptiest(self, unit: Unit) -> str | None:
-        """Return the node that has least units of the same kind, and among these least of all."""
-        alike: Counter[str] = Counter()
-        every: Counter[str] = Counter()
-        for name, member in self._members.items():
-            other, node = self._wanted.get(name), member.node
-            every[node] += 1
-            alike[node] += other is not None and other.kind == unit.kind
-        labels = self._arguments.resources_of(unit.role).labels
-        fit = [node["NodeID"] for node in nodes() if _has_labels(node, labels)]
-        failed = self._failed_on.get(unit.name, set())
-        fit = [node for node in fit if node not in failed] or fit
-        return min(fit, key=lambda node: (alike[node], every[node], node), default=None)
-
-    def _missing_resources(self) -> str:
-        """Return which units Ray has no room for, and what they need; empty: none."""
-        waiting = [
-            self._wanted[name]
-            for name, member in self._members.items()
-            if name in self._wanted and member.said is None and not member.gone
-        ]
-        if not waiting:
-            return ""
-        free = resources(free=True)
-        needs: Counter[str] = Counter()
-        for unit in waiting:
-            needs.update({"CPU": self._arguments.resources_of(unit.role).cpus, "GPU": self._gpus(unit)})
-        lacks = {name: need for name, need in needs.items() if need > free.get(name, 0)}
-        short = [f"{free.get(name, 0):g} of {need:g} {name}" for name, need in lacks.items()]
-        if not short:
-            return ""
-        return f"{', '.join(unit.name for unit in waiting)} wait for room: there are {' and '.join(short)} free"
+        return self._fleet.start(name, arguments, needs, self._placement.gpus(unit), place, self._arguments.runtime_env)
 
     def _note(self) -> None:
         kinds = Counter(unit.kind for unit in self._wanted.values())
@@ -269,6 +304,8 @@ class Members:
         state: str = said.state if said is not None else "waiting"
         if member is not None and member.leaving is not None:
             state = "leaving"
+        elif member is not None and member.ended is not None:
+            state = "failed"
         elif member is not None and member.gone:
             state = "died"
         waits_for = said.waits_for if said is not None else ""
@@ -280,9 +317,5 @@ class Members:
             "pid": said.pid if said is not None else None,
             "starts": said.starts if said is not None else 0,
             "restarts": member.restarts if member is not None else 0,
+            "log": said.log if said is not None else "",
         }
-
-
-def _has_labels(node: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
-    known = node.get("Labels") or {}
-    return all(known.get(name) == value for name, value in labels.items())

@@ -7,8 +7,11 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from services.config import ATTENTION, COLOCATED, EXPERTS, SCHEDULER, Role, Settings
-from services.scheduler.scaling.targets import ScalingOptions, Target
+from services.config import ATTENTION, COLOCATED, EXPERTS, SCHEDULER, Role, Settings, roles_of
+from services.scheduler.scaling.targets import Target
+
+HASH_LENGTH = 6
+_COUNTS = frozenset({"workers", "expert_workers"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,10 +46,30 @@ def units(settings: Settings, *, schedulers: int, targets: Mapping[Target, int] 
     return found + [Unit(name=f"{ATTENTION}-{number}", role=ATTENTION, kind=ATTENTION) for number in range(count)]
 
 
-def digest(settings: Settings, unit: Unit) -> str:
-    """Return a short name of the unit's settings: a process with other settings is another one."""
+def digest(settings: Settings, unit: Unit, reserved: object = None) -> str:
+    """Return a short name of what the unit's process is started with: with other settings of its role, or with other
+    resources in ``reserved``, it is another process. It begins with :func:`model_digest`.
+
+    How many processes there are is not in it: more or less of them replace nobody.
+    """
+    roles = (ATTENTION, EXPERTS) if unit.role == COLOCATED else (unit.role,)
     values = settings.model_dump(mode="json") | dict(unit.changes)
-    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:8]
+    own = {name: value for name, value in values.items() if name not in _COUNTS and {*roles_of(name)} & {*roles}}
+    return f"{model_digest(settings)}{_hash([own, reserved])}"
+
+
+def model_digest(settings: Settings) -> str:
+    """Return a short name of the model and how its experts are held: processes of different ones refuse each other."""
+    return _hash([str(settings.model), settings.revision, settings.expert_format])
+
+
+def bundle_digest(reserved: object) -> str:
+    """Return a short name of what is reserved for each process of a node."""
+    return _hash(reserved)
+
+
+def _hash(value: object) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:HASH_LENGTH]
 
 
 def _experts(settings: Settings, wanted: Mapping[Target, int]) -> Iterator[Unit]:
@@ -76,8 +99,3 @@ def _colocated(settings: Settings, replicas: int) -> list[Unit]:
         for replica in range(replicas)
         for number in range(settings.workers)
     ]
-
-
-def targets_count(settings: Settings) -> int:
-    """Return how many workers make one replica of attention, as the targets in Redis count them."""
-    return ScalingOptions.of(settings).ranks

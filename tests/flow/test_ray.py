@@ -157,9 +157,25 @@ def _has_gateway(node: str) -> bool:
     return any(each["ActorClassName"].endswith(":Gateway") and each["Address"]["NodeID"] == node for each in actors)
 
 
-def test_other_settings_replace_processes_one_by_one_and_the_scheduler_puts_all_to_sleep(server: RayServer) -> None:
+def test_other_settings_replace_the_processes_that_read_them(server: RayServer) -> None:
     before = server.wait_for(_PROCESSES)
-    server.deploy(sleep_after=4.0)
+    server.deploy(max_num_seqs=16)
+    until(
+        lambda: {row["pid"] for name, row in server.units().items() if name.startswith("attention")}.isdisjoint(
+            row["pid"] for row in before.values()
+        ),
+        "attention workers are replaced",
+        limit_s=180,
+        every_s=0.5,
+    )
+    after = server.wait_for(_PROCESSES)
+    kept = {name: row["pid"] for name, row in before.items() if not name.startswith("attention")}
+    assert kept == {name: row["pid"] for name, row in after.items() if name in kept}
+
+
+def test_the_scheduler_puts_all_to_sleep_and_a_request_wakes_them(server: RayServer) -> None:
+    before = server.wait_for(_PROCESSES)
+    server.deploy(max_num_seqs=16, sleep_after=4.0)
     until(
         lambda: set(server.units()) == {"scheduler-0", "scheduler-1"},
         "attention and experts are asleep",

@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Any
 
 from services.config import Settings
-from services.ray.units import Unit, digest, units
+from services.ray.units import Unit, digest, model_digest, units
 from services.scheduler.scaling.targets import Target
 
 
@@ -45,7 +45,22 @@ def test_colocated_workers_of_a_node_are_packed_and_come_together() -> None:
 
 def test_a_process_with_other_settings_is_another_one() -> None:
     unit = Unit(name="attention-0", role="attention", kind="attention")
-    one, other = Settings(workers=2), Settings(workers=3)
-    assert digest(one, unit) == digest(Settings(workers=2), unit) != digest(other, unit)
-    changed = Unit(name="attention-0", role="attention", kind="attention", changes={"expert_group": 1})
-    assert digest(one, unit) != digest(one, changed)
+    one = Settings(max_num_seqs=2)
+    assert digest(one, unit) == digest(Settings(max_num_seqs=2), unit) != digest(Settings(max_num_seqs=3), unit)
+    seat = Unit(name="experts-0-0", role="experts", kind="experts-0", changes={"expert_group": 1})
+    assert digest(one, seat) != digest(one, Unit(name="experts-0-0", role="experts", kind="experts-0"))
+    assert digest(one, unit, {"gpus": 1}) != digest(one, unit, {"gpus": 2})
+
+
+def test_numbers_and_other_roles_settings_make_no_other_process() -> None:
+    unit = Unit(name="attention-0", role="attention", kind="attention")
+    assert digest(Settings(), unit) == digest(Settings(workers=5, max_attention=9, max_body_bytes=4096), unit)
+    scheduler = Unit(name="scheduler-0", role="scheduler", kind="scheduler")
+    assert digest(Settings(), scheduler) != digest(Settings(max_attention=9), scheduler)
+
+
+def test_another_model_is_seen_by_the_beginning() -> None:
+    unit = Unit(name="attention-0", role="attention", kind="attention")
+    one, other = Settings(model="one"), Settings(model="other")  # type: ignore[arg-type]
+    assert digest(one, unit).startswith(model_digest(one))
+    assert model_digest(one) == model_digest(Settings(model="one", max_num_seqs=3)) != model_digest(other)  # type: ignore[arg-type]
