@@ -106,8 +106,10 @@ def _context_of(role: str) -> logging.Filter:
 
 
 def _extras(record: logging.LogRecord) -> dict[str, object]:
-    """Return the fields that the caller passed as ``extra``."""
-    return {key: value for key, value in vars(record).items() if key not in _OWN_ATTRIBUTES}
+    """Return the fields that the caller passed as ``extra``. Names that begin with an underscore are libraries': Ray
+    gives each record one."""
+    found = ((key, value) for key, value in vars(record).items() if not key.startswith("_"))
+    return {key: value for key, value in found if key not in _OWN_ATTRIBUTES}
 
 
 def _quoted(value: object) -> str:

@@ -6,6 +6,7 @@ ends with its input.
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 import time
@@ -82,7 +83,11 @@ def use(given: Mapping[str, Any]) -> None:
     assert lanes is not None
     facts = Facts(hello=tcp.hello(), secret=tcp.SECRET, timing=GENEROUS, max_bytes=1 << 20, lanes=lanes)
     shapes = {0: {name: tuple(tensor.shape) for name, tensor in tensors.items()}}
-    came = fetch(seat(given["port"]), facts, {0: IDS}, shapes, torch.float32)[0]
+    if "forms" in inspect.signature(fetch).parameters:
+        forms = {layer: {name: (shape, torch.float32) for name, shape in of.items()} for layer, of in shapes.items()}
+        came = fetch(seat(given["port"]), facts, {0: IDS}, forms)[0]
+    else:
+        came = fetch(seat(given["port"]), facts, {0: IDS}, shapes, torch.float32)[0]
     assert all(torch.equal(came[name], tensor) for name, tensor in tensors.items())
     say(way="weights")
     lanes.wait_ended()

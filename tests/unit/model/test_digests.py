@@ -140,7 +140,7 @@ def test_quantised_weights_are_hashed_by_several_threads(quantised: Path, monkey
     progress = Noted()
     torch.set_num_threads(2)
     try:
-        write_digests(quantised, progress)
+        write_digests(quantised, progress=progress)
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
@@ -159,7 +159,7 @@ def test_a_ctrl_c_begins_no_other_matrix(quantised: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(Checkpoint, "pieces", pieces)
     with pytest.raises(KeyboardInterrupt):
-        write_digests(quantised, Noted(most=1))
+        write_digests(quantised, progress=Noted(most=1))
     spec = load_spec(quantised)
     assert len(begun) < 3 * spec.num_experts * len(spec.moe_layers) / 2
     assert not (quantised / FILE).exists()

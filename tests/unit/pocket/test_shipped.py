@@ -105,7 +105,7 @@ def in_git(*command: str, stdin: bytes = b"") -> bytes:
     return subprocess.run(["git", "-C", str(ROOT), *command], input=stdin, capture_output=True, check=True).stdout
 
 
-def test_a_clone_stays_under_70_megabytes() -> None:
+def test_a_clone_stays_under_75_megabytes() -> None:
     """``git clone --depth 1``: the packed objects of the last commit, and its files as they are laid out. Three
     quarters of it are the pocket model, whose weights are bounded above; the rest is text, which grows."""
     if shutil.which("git") is None or not (ROOT / ".git").exists():
@@ -115,4 +115,4 @@ def test_a_clone_stays_under_70_megabytes() -> None:
     objects = in_git("rev-list", "--objects", "--no-walk", "HEAD")
     packed = len(in_git("pack-objects", "--stdout", "-q", stdin=objects))
     assert packed > 20 * MEGABYTE, "the weights are in it, and do not compress"
-    assert files + packed + HOOKS_AND_INDEX < 70 * MEGABYTE
+    assert files + packed + HOOKS_AND_INDEX < 75 * MEGABYTE
