@@ -6,7 +6,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -167,7 +167,7 @@ def _answers(url: str, place: Place) -> bool:
     return httpx.get(f"{_below(url, place)}/ready", timeout=_ANSWER_S).status_code == 200
 
 
-def _wait(done: partial[bool], name: str, stop: threading.Event) -> bool:
+def _wait(done: Callable[[], bool], name: str, stop: threading.Event) -> bool:
     """Return True once ``done``, False if ``stop`` comes first. Says now and then what is missing."""
     noted = time.monotonic()
     while not stop.is_set():

@@ -34,7 +34,8 @@ from services.runtime.tracing import tracing
 from services.supervisor.handover import held_ports
 
 _DISCOVERY = "/metrics/targets"
-_INTRODUCE_S = 10.0
+INTRODUCE_S = 10.0
+"""How often each replica names its page to the controller."""
 
 log = logging.getLogger(__name__)
 Pages = Callable[[], Awaitable[list[dict[str, Any]]]]
@@ -176,7 +177,7 @@ class Gateway:
                 await self._controller.introduce.remote(replica, self._page)
             except Exception as error:  # noqa: BLE001  the next time
                 log.debug("the controller does not answer: %r", error)
-            await asyncio.sleep(_INTRODUCE_S)
+            await asyncio.sleep(INTRODUCE_S)
 
 
 def gateway_of(arguments: Arguments, settings: Settings, controller: Any, class_: type = Gateway) -> Any:
