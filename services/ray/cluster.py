@@ -62,7 +62,7 @@ def up(arguments: Mapping[str, Any], place: Place) -> int:
     described = given.read(arguments)
     settings = described.checked_settings()
     start = partial(_before_start, described, settings, place)
-    with RunFolder() as folder, stop_signals() as stop, connected(place.address, start=start) as own:
+    with RunFolder() as folder, connected(place.address, start=start) as own, stop_signals() as stop:
         _check_name(place)
         url = proxies(place.host, place.port)
         if stop.is_set():

@@ -1,4 +1,4 @@
-"""`expertmesh ray` before and beside a cluster: what of the user's settings goes on, and what is said when it cannot."""
+"""`expertmesh ray` beside a cluster: what of the user's settings goes on, and what is said when it cannot."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gateway as Serve's replicas run it: its life, what it answers beside its own paths, and how answers are broken."""
+"""The gateway as Serve's replicas run it: its life, what it answers by itself, and how answers are broken off."""
 
 from __future__ import annotations
 
