@@ -12,10 +12,15 @@ PACKAGES = Path(__file__).with_name("_packages")
 """The root of what a wheel brings; the paths below it are those of a clone, but for kernels/moe_kernels."""
 
 
+def find_packages() -> None:
+    """Puts what a wheel brings on the path of this process."""
+    if PACKAGES.is_dir() and str(PACKAGES) not in sys.path:
+        sys.path.insert(0, str(PACKAGES))
+
+
 def command(module: str) -> int:
     """Runs the ``main`` of ``module`` on the process's arguments and returns its exit code."""
-    if PACKAGES.is_dir():
-        sys.path.insert(0, str(PACKAGES))
+    find_packages()
     return int(importlib.import_module(module).main())
 
 

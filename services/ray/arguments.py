@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from services.config import EXPERTS, SCHEDULER, Role, Settings, require, settings_of
 from services.errors import ConfigError
 
-_NOT_HERE = ("port", "host", "metrics_port", "fabric_port", "api_key", "expert_group", "process", "supervisor_pid")
+NOT_HERE = ("port", "host", "metrics_port", "fabric_port", "api_key", "expert_group", "process", "supervisor_pid")
 """Settings that each process gets from where it runs, or that would stand readable in Ray's records."""
 
 
@@ -29,7 +29,10 @@ class Resources(BaseModel):
 
 
 class Gateways(BaseModel):
-    """Replicas of the gateway, which Ray Serve scales by the requests that each of them has."""
+    """Replicas of the gateway, which Ray Serve scales by the requests that each of them has.
+
+    Each takes up to ``max_requests`` at once; each proxy holds up to ``max_queued`` more, and refuses others.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -37,6 +40,7 @@ class Gateways(BaseModel):
     max_replicas: int = Field(4, ge=1)
     target_requests: float = Field(128, gt=0)
     max_requests: int = Field(1024, ge=1)
+    max_queued: int = Field(1024, ge=0)
     cpus: float = Field(1.0, ge=0)
 
     @model_validator(mode="after")
@@ -47,7 +51,7 @@ class Gateways(BaseModel):
 
 
 class Arguments(BaseModel):
-    """Arguments of :func:`services.ray.app`.
+    """Arguments of :func:`expertmesh.ray.app`.
 
     ``settings`` are the options of `expertmesh serve`, with underscores: model, layout, workers, expert_workers,
     expert_groups, redis_url, autoscale and so on. ``runtime_env`` is Ray's, for all processes.
@@ -73,7 +77,7 @@ class Arguments(BaseModel):
         Raises:
             ConfigError: one is unknown, malformed, not for Ray, or contradicts another.
         """
-        for name in _NOT_HERE:
+        for name in NOT_HERE:
             if name in self.settings:
                 raise ConfigError(
                     f"settings.{name} cannot be set on Ray: each process gets its own.",

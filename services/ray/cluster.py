@@ -1,70 +1,93 @@
-"""What the commands do to a Ray cluster: connect, deploy and wait, ask, delete."""
+"""What the commands do to a Ray cluster: deploy and wait, ask, delete."""
 
 from __future__ import annotations
 
-import logging
-import signal
-import socket
+import math
+import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import httpx
-import ray
 from ray import serve
 from ray.serve.exceptions import RayServeException
 from rich.console import Console
 from rich.table import Table
 
-from services.errors import ConfigError, RayUnavailable
+from services.config import Settings, mask_url
+from services.errors import ConfigError
+from services.gateway.auth import keys_required
 from services.model.load_spec import load_spec
 from services.ray import arguments as given
 from services.ray.application import app
-from services.supervisor.handover import base_url
+from services.ray.connection import AWAY, connected, proxies, stop_signals
+from services.ray.units import units
+from services.runtime.local_servers import announce
+from services.runtime.run_folder import RunFolder
+from services.supervisor.handover import check_port
 
 _POLL_S = 0.5
 _NOTE_S = 10.0
-_REACH_S = 5.0
+_ANSWER_S = 5.0
 _STATES = {"ready": "green", "failed": "red", "died": "red"}
 
 
-def up(arguments: Mapping[str, Any], *, address: str | None, name: str, http: Mapping[str, Any]) -> int:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Where an application is to be: the cluster at ``address``, and Serve's proxies on ``host`` and ``port``.
+
+    ``update`` allows it to change an application that has its name.
+    """
+
+    address: str | None
+    name: str
+    host: str
+    port: int
+    route_prefix: str = "/"
+    update: bool = False
+
+
+def up(arguments: Mapping[str, Any], place: Place) -> int:
     """Deploy the application and wait until it is ready. A cluster that had to be started ends with this process.
 
     Raises:
         ConfigError: an argument is wrong, or the application could not be deployed.
+        PortInUse: the cluster has to be started, and something else listens on the proxies' port.
         RayUnavailable: the cluster cannot be reached.
     """
-    settings = given.read(arguments).checked_settings()
-    with _stop_signals() as stop, _connected(address, start=True) as own:
-        if own and settings.model is not None and settings.model.is_dir():
-            load_spec(settings.model)  # before anything is started
-        serve.start(http_options={"location": "EveryNode", **http})
-        url = base_url(http["host"], http["port"])
+    described = given.read(arguments)
+    settings = described.checked_settings()
+    start = partial(_before_start, described, settings, place)
+    with RunFolder() as folder, connected(place.address, start=start) as own, stop_signals() as stop:
+        _check_name(place)
+        url = proxies(place.host, place.port)
+        if stop.is_set():
+            return 0
         try:
-            _deploy(arguments, name)
-            if not _wait(url, name, stop):
-                return 0
-            print(f"expertmesh serves {settings.model_name} at {url}/v1", flush=True)
-            if own:
-                print("Ctrl-C stops the server, and the Ray cluster that was started for it.", flush=True)
+            _deploy(arguments, place)
+            ready = _wait(partial(_runs, place.name), place.name, stop)
+            if ready:
+                _introduce(folder if own else None, settings, place, url)
+                ready = _wait(partial(_answers, url, place), place.name, stop)
+            _say(ready, own, settings, place, url)
+            if ready and own:
                 stop.wait()
-            else:
-                print(f"`expertmesh ray status` shows its processes, `expertmesh ray down --name {name}` ends it.")
         finally:
             if own:
-                print("stopping when open requests have ended", flush=True)
-                serve.delete(name)
+                print("stopping when open requests have ended; a second Ctrl-C stops at once", flush=True)
+                _delete(place.name)
     return 0
 
 
 def status(*, address: str | None, name: str) -> int:
     """Print a table of the application's processes. Return 0 if all are ready, 1 otherwise."""
-    with _connected(address):
-        found = _overview(name)
-    print(f"{found['app']}: {found['model']}, layout {found['layout']}")
+    with connected(address):
+        found, redis_url = _overview(name), _redis_url(name)
+    print(f"{found['app']}: {found['model']}, layout {found['layout']}, Redis {mask_url(redis_url) or 'not there yet'}")
     table = Table(box=None, pad_edge=False)
     for column in ("process", "state", "node", "pid", "starts", "restarts by Ray", "waits for"):
         table.add_column(column)
@@ -83,113 +106,151 @@ def status(*, address: str | None, name: str) -> int:
 
 def down(*, address: str | None, name: str) -> int:
     """Drain and end the application's processes. Serve and other applications stay."""
-    with _connected(address):
-        _overview(name)
-        serve.delete(name)
+    with connected(address):
+        _check_there(name)
+        _delete(name)
     print(f"{name} has ended")
     return 0
 
 
-@contextmanager
-def _connected(address: str | None, *, start: bool = False) -> Iterator[bool]:
-    """Connect to a cluster; yield whether it had to be started."""
-    own = False
-    _check_reachable(address)
+def reserved_cpus(arguments: given.Arguments, settings: Settings) -> float:
+    """Return the cores that the application reserves at its start."""
+    found = units(settings, schedulers=arguments.schedulers)
+    gateways = arguments.gateways.min_replicas * arguments.gateways.cpus
+    return gateways + sum(arguments.resources_of(unit.role).cpus for unit in found)
+
+
+def _before_start(arguments: given.Arguments, settings: Settings, place: Place) -> int:
+    """Check what would fail later, and return the cores of a cluster for this application alone: all of its processes
+    have room, as under `expertmesh serve`, however few cores there are."""
+    check_port(place.host, place.port, option="--http-port")
+    if settings.model is not None and settings.model.is_dir():
+        load_spec(settings.model)
+    return max(os.cpu_count() or 1, math.ceil(reserved_cpus(arguments, settings)))
+
+
+def _check_name(place: Place) -> None:
+    """Raise ConfigError where the application would replace another one unasked."""
+    with suppress(RayServeException):  # Serve does not run yet
+        if place.name in serve.status().applications and not place.update:
+            raise ConfigError(
+                f"An application {place.name!r} is on this cluster.",
+                hint="Change it with --update, or choose another --name with another --route-prefix.",
+            )
+
+
+def _deploy(arguments: Mapping[str, Any], place: Place) -> None:
+    target = serve.RunTarget(app(arguments), name=place.name, route_prefix=place.route_prefix)
     try:
-        try:
-            ray.init(address=address or "auto", log_to_driver=False, logging_level=logging.ERROR)
-        except ConnectionError as error:
-            if address is not None or not start:
-                raise RayUnavailable(
-                    f"No Ray cluster answers{f' at {address}' if address else ''}.",
-                    hint="Start one with `ray start --head`, or give --address HOST:PORT.",
-                ) from error
-            own = True
-            ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
-    except (RuntimeError, ValueError) as error:  # another version of Ray or Python; an address that is none
-        raise RayUnavailable(f"The Ray cluster cannot be used: {error}") from error
-    try:
-        yield own
-    finally:
-        if own:
-            serve.shutdown()  # type: ignore[no-untyped-call]
-        ray.shutdown()
+        serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
+    except (RuntimeError, ValueError, RayServeException) as error:
+        raise ConfigError(f"The application {place.name} could not be deployed: {error}") from error
 
 
-def _check_reachable(address: str | None) -> None:
-    """Raise RayUnavailable at once where nobody listens at ``address``: Ray itself tries for minutes."""
-    host, _, port = (address or "").removeprefix("ray://").rpartition(":")
-    if not host or not port.isdigit():
-        return
-    try:
-        socket.create_connection((host, int(port)), timeout=_REACH_S).close()
-    except OSError as error:
-        raise RayUnavailable(
-            f"Nobody listens at {address}: {error}.", hint="`ray status` on the head shows the address of a cluster."
-        ) from error
-
-
-def _deploy(arguments: Mapping[str, Any], name: str) -> None:
-    try:
-        serve.run(app(arguments), name=name, route_prefix="/")
-    except (RuntimeError, RayServeException) as error:
-        raise ConfigError(f"The application {name} could not be deployed: {_reason(name) or error}") from error
-
-
-def _reason(name: str) -> str:
-    """Return what Serve says of the deployments of an application that failed."""
+def _runs(name: str) -> bool:
+    """Return whether Serve has started the application. Raises ConfigError where that failed."""
     application = serve.status().applications.get(name)
-    if application is None:
-        return ""
-    said = [deployment.message for deployment in application.deployments.values() if deployment.message]
-    return " ".join([application.message, *said]).strip()
+    if application is None or application.status == "DELETING":
+        raise ConfigError(f"The application {name} was deleted meanwhile.")
+    if application.status == "DEPLOY_FAILED":
+        said = [deployment.message for deployment in application.deployments.values() if deployment.message]
+        reason = " ".join([application.message, *said]).strip()
+        raise ConfigError(f"The application {name} could not be deployed: {reason}")
+    return bool(application.status == "RUNNING")
 
 
-def _wait(url: str, name: str, stop: threading.Event) -> bool:
-    """Return True once a request can be served, False if ``stop`` comes first. Says now and then what is missing."""
+def _answers(url: str, place: Place) -> bool:
+    """Return whether a request to ``url`` can be served, by this application and not by what else listens there."""
+    routes = httpx.get(f"{url}/-/routes", timeout=_ANSWER_S)
+    if routes.status_code != 200 or routes.json().get(place.route_prefix) != place.name:
+        return False
+    return httpx.get(f"{_below(url, place)}/ready", timeout=_ANSWER_S).status_code == 200
+
+
+def _wait(done: Callable[[], bool], name: str, stop: threading.Event) -> bool:
+    """Return True once ``done``, False if ``stop`` comes first. Says now and then what is missing."""
     noted = time.monotonic()
-    while not stop.wait(_POLL_S):
-        try:
-            if httpx.get(f"{url}/ready", timeout=5.0).status_code == 200:
+    while not stop.is_set():
+        with suppress(httpx.HTTPError, ValueError, *AWAY):
+            if done():
                 return True
-        except httpx.HTTPError:
-            pass
         if time.monotonic() - noted > _NOTE_S:
             noted = time.monotonic()
             print(f"waiting for: {_missing(name)}", flush=True)
+        stop.wait(_POLL_S)
     return False
 
 
 def _missing(name: str) -> str:
-    found = _overview(name)
+    try:
+        found = _overview(name)
+    except AWAY:
+        return "the controller"
     waits = [f"{row['unit']} ({row['waits_for'] or row['state']})" for row in found["units"] if row["state"] != "ready"]
-    return found["lacking"] or ", ".join(waits) or "the gateway"
+    return found["lacking"] or ", ".join(waits) or "the gateway, at the address of Serve's proxies"
+
+
+def _introduce(folder: RunFolder | None, settings: Settings, place: Place, url: str) -> None:
+    """Say how clients get keys. ``folder`` lets other commands on this machine find the server; None: it goes on after
+    this process, where no record of it would be true for long."""
+    redis_url = _redis_url(place.name)
+    if folder is not None and redis_url:
+        announce(folder, settings, url=_below(url, place), redis_url=redis_url)
+    if keys_required(settings.auth, "0.0.0.0") and settings.api_keys_file is None:
+        private = settings.redis_url is None and folder is None
+        where = f" --redis-url {redis_url}" if private else ""
+        print(f"Clients need an API key: `expertmesh keys create NAME{where}` makes one.", flush=True)
+
+
+def _say(ready: bool, own: bool, settings: Settings, place: Place, url: str) -> None:
+    if ready:
+        print(f"expertmesh serves {settings.model_name} at {_below(url, place)}/v1", flush=True)
+    if ready and own:
+        print("Ctrl-C stops the server, and the Ray cluster that was started for it.", flush=True)
+    elif not own:
+        goes_on = "" if ready else "The application goes on starting: "
+        print(
+            f"{goes_on}`expertmesh ray status` shows its processes, `expertmesh ray down --name {place.name}` ends it."
+        )
+
+
+def _below(url: str, place: Place) -> str:
+    return url + place.route_prefix.rstrip("/")
+
+
+def _delete(name: str) -> None:
+    """Delete the application, and wait until all of it has ended: open requests may take their time."""
+    while True:
+        try:
+            serve.delete(name)
+        except TimeoutError:  # Ray's, after a minute
+            print("open requests have not ended yet", flush=True)
+        else:
+            return
+
+
+def _check_there(name: str) -> None:
+    """Raise ConfigError where there is no such application."""
+    try:
+        known = serve.status().applications
+    except RayServeException:
+        known = {}
+    if name not in known:
+        there = ", ".join(sorted(known)) or "none"
+        raise ConfigError(f"The Ray cluster has no application {name!r}.", hint=f"Applications there: {there}.")
 
 
 def _overview(name: str) -> dict[str, Any]:
     """Return the controller's overview. Raises ConfigError where there is no such application."""
-    known = serve.status().applications
-    if name not in known:
-        there = ", ".join(sorted(known)) or "none"
-        raise ConfigError(f"The Ray cluster has no application {name!r}.", hint=f"Applications there: {there}.")
+    _check_there(name)
     handle = serve.get_deployment_handle("Controller", name)
-    found: dict[str, Any] = handle.overview.remote().result(timeout_s=30)
+    found: dict[str, Any] = handle.overview.remote().result(timeout_s=_ANSWER_S)
     return found
 
 
-@contextmanager
-def _stop_signals() -> Iterator[threading.Event]:
-    """Yield an event that the first Ctrl-C or SIGTERM sets; the second one ends the process."""
-    stop = threading.Event()
-
-    def on_signal(*_: object) -> None:
-        if stop.is_set():
-            raise KeyboardInterrupt
-        stop.set()
-
-    before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def _redis_url(name: str) -> str:
+    """Return the URL of the application's Redis; empty where the controller has none, or does not answer."""
+    with suppress(*AWAY):
+        url: str = serve.get_deployment_handle("Controller", name).redis_url.remote().result(timeout_s=_ANSWER_S)
+        return url
+    return ""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from services.config import OptionParser, concerned, layer, nearest_hint, parse_options
+from services.config import ENV_PREFIX, Layered, OptionParser, concerned, layer, nearest_hint, parse_options
 from services.errors import ConfigError, RayMissing
+from services.ray.arguments import NOT_HERE
 
 _USAGE = """usage: expertmesh ray COMMAND [OPTIONS]
 
@@ -46,25 +48,62 @@ def _up(argv: Sequence[str]) -> int:
     parser.add_argument("--gpus", type=float, metavar="N", help="GPUs of each worker (default: 1 where there are any)")
     parser.add_argument("--http-host", default="127.0.0.1", metavar="HOST", help="address of Serve's proxies")
     parser.add_argument("--http-port", type=int, default=8000, metavar="PORT", help="port of Serve's proxies")
-    names = [name for name in concerned(None) if name not in ("host", "port", "metrics_port", "fabric_port", "api_key")]
+    parser.add_argument("--route-prefix", default="/", metavar="PATH", help="path of the API (default: /)")
+    parser.add_argument("--update", action="store_true", help="change the application that has this name")
+    names = [name for name in concerned(None) if name not in NOT_HERE]
     given = parse_options(parser, argv, names, positional=True, common=_COMMON)
-    layered = layer(given)
-    values = {name: layered.settings.model_dump(mode="json")[name] for name in layered.origins}
     worker = {"cpus": given["cpus"], "gpus": given["gpus"]}
     arguments = {
-        "settings": values,
+        "settings": settings_given(layer(given)),
         "schedulers": given["schedulers"],
         "gateways": {"min_replicas": given["gateways"], "max_replicas": max(4, given["gateways"])},
         "attention": worker,
         "experts": worker,
     }
-    code: int = _cluster().up(
-        arguments,
+    cluster = _cluster()
+    place = cluster.Place(
         address=given["address"],
         name=given["name"],
-        http={"host": given["http_host"], "port": given["http_port"]},
+        host=given["http_host"],
+        port=given["http_port"],
+        route_prefix=given["route_prefix"],
+        update=given["update"],
     )
+    code: int = cluster.up(arguments, place)
     return code
+
+
+def settings_given(layered: Layered) -> dict[str, Any]:
+    """Return the settings that are no defaults, as the application's arguments name them: paths are absolute, as
+    processes start in folders of Ray's, and the content of a file of secrets stays in it.
+
+    Raises:
+        ConfigError: one is for each process alone, or not to be read in Ray's records.
+    """
+    for name in NOT_HERE:
+        if name in layered.origins:
+            _refuse(name, layered.origin(name))
+    settings = layered.settings
+    values = {name: _absolute(name, getattr(settings, name)) for name in layered.origins}
+    if settings.redis_url_file is not None:
+        del values["redis_url"]
+    return settings.model_copy(update=values).model_dump(mode="json", include=set(values))
+
+
+def _refuse(name: str, origin: str) -> None:
+    written = origin if origin.startswith((ENV_PREFIX, "-")) else f"{name} in {origin}"
+    hints = {
+        "api_key": "API keys are made with `expertmesh keys`, or read from --api-keys-file.",
+        "host": "Serve's proxies listen on --http-host.",
+        "port": "Serve's proxies listen on --http-port.",
+    }
+    hint = hints.get(name, "Leave it out: each process gets its own.")
+    raise ConfigError(f"{written} does not apply to `expertmesh ray up`.", hint=hint)
+
+
+def _absolute(name: str, value: Any) -> Any:
+    """Return a path as all processes on this machine find it. A model that is no folder here is one of the hub."""
+    return value.absolute() if isinstance(value, Path) and (name != "model" or value.is_dir()) else value
 
 
 def _status(argv: Sequence[str]) -> int:

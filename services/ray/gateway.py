@@ -9,17 +9,21 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
 from ray import serve
+from starlette.datastructures import Headers
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.config import GATEWAY, Settings
-from services.errors import StartupError
+from services.errors import RequestError, StartupError, Unavailable
 from services.gateway.app import build_app
+from services.gateway.auth import Authenticator
 from services.gateway.connections import Bounds
+from services.gateway.errors_http import error_response
 from services.gateway.role import drain, in_service
 from services.gateway.stream import Line
 from services.model.hub import with_checkpoint
@@ -30,7 +34,8 @@ from services.runtime.tracing import tracing
 from services.supervisor.handover import held_ports
 
 _DISCOVERY = "/metrics/targets"
-_INTRODUCE_S = 10.0
+INTRODUCE_S = 10.0
+"""How often each replica names its page to the controller."""
 
 log = logging.getLogger(__name__)
 Pages = Callable[[], Awaitable[list[dict[str, Any]]]]
@@ -40,20 +45,24 @@ class GatewayApp:
     """The gateway's application with a lifespan: it begins when the replica starts, and drains when it ends.
 
     Beside the gateway's own paths it answers GET /metrics/targets, the pages of all processes for Prometheus' HTTP
-    service discovery; ``pages`` returns them.
+    service discovery; ``pages`` returns them. Where clients need an API key, that needs one, too: it names addresses
+    within the cluster.
     """
 
     def __init__(self, settings: Settings, pages: Pages) -> None:
         self._settings, self._pages = settings, pages
         self._app: ASGIApp | None = None
+        self._authenticator = Authenticator(None)
         self._bounds = Bounds()
         self.failure: BaseException | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await self._live(receive, send)
-        elif scope["type"] == "http" and scope["method"] == "GET" and scope["path"] == _DISCOVERY:
-            await self._discover(send)
+        elif self.failure is not None:  # until Serve has asked for this replica's health
+            await error_response(Unavailable("This gateway has ended."))(scope, receive, send)
+        elif scope["type"] == "http" and scope["method"] == "GET" and _path_in_app(scope) == _DISCOVERY:
+            await (await self._discover(scope))(scope, receive, send)
         else:
             assert self._app is not None, "Serve sends no request before the lifespan has begun"
             await _Call(self._app, self._bounds, receive).answer(scope, send)
@@ -65,6 +74,7 @@ class GatewayApp:
             with tracing(settings, GATEWAY) as tracer:
                 async with in_service(settings, tracer) as gateway:
                     self._app, self._bounds, begun = build_app(gateway.parts), gateway.bounds, True
+                    self._authenticator = gateway.parts.authenticator
                     await send({"type": "lifespan.startup.complete"})
                     await receive()
                     await drain(settings, gateway, close_idle=lambda _: 0)
@@ -79,12 +89,18 @@ class GatewayApp:
         else:
             await send({"type": "lifespan.startup.failed", "message": str(self.failure)})
 
-    async def _discover(self, send: Send) -> None:
-        body = json.dumps(await self._pages()).encode()
-        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-        start: MutableMapping[str, Any] = {"type": "http.response.start", "status": 200, "headers": headers}
-        await send(start)
-        await send({"type": "http.response.body", "body": body})
+    async def _discover(self, scope: Scope) -> Response:
+        try:
+            await self._authenticator.identify(Headers(scope=scope).get("authorization"))
+        except RequestError as error:
+            return error_response(error)
+        return Response(json.dumps(await self._pages()), media_type="application/json")
+
+
+def _path_in_app(scope: Scope) -> str:
+    """Return the path below the application's route prefix, which Serve leaves in front of it."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
 
 
 class BrokenOff(Exception):
@@ -161,23 +177,32 @@ class Gateway:
                 await self._controller.introduce.remote(replica, self._page)
             except Exception as error:  # noqa: BLE001  the next time
                 log.debug("the controller does not answer: %r", error)
-            await asyncio.sleep(_INTRODUCE_S)
+            await asyncio.sleep(INTRODUCE_S)
 
 
-def gateway_of(arguments: Arguments, settings: Settings, controller: Any) -> Any:
-    """Return the deployment that is the application's way in, bound to its arguments."""
+def gateway_of(arguments: Arguments, settings: Settings, controller: Any, class_: type = Gateway) -> Any:
+    """Return the deployment of ``class_`` that is the application's way in, bound to its arguments."""
     gateways = arguments.gateways
     deployment = serve.deployment(
         name="Gateway",
         max_ongoing_requests=gateways.max_requests,
+        max_queued_requests=gateways.max_queued,
+        backpressure_config={"retry_after_s": 1.0},
         autoscaling_config={
             "min_replicas": gateways.min_replicas,
             "max_replicas": gateways.max_replicas,
             "target_ongoing_requests": gateways.target_requests,
         },
-        graceful_shutdown_timeout_s=settings.drain_timeout + settings.drain_delay + 10.0,
+        # Serve waits for open requests first, and only then for the gateway's own drain.
+        graceful_shutdown_timeout_s=settings.request_timeout + settings.drain_timeout + settings.drain_delay + 10.0,
         graceful_shutdown_wait_loop_s=0.2,
         ray_actor_options={"num_cpus": gateways.cpus}
         | ({"runtime_env": arguments.runtime_env} if arguments.runtime_env else {}),
-    )(serve.ingress()(Gateway))
-    return deployment.bind(settings.model_dump(mode="json"), controller)
+    )(serve.ingress()(class_))
+    return deployment.bind(_readable(settings), controller)
+
+
+def _readable(settings: Settings) -> dict[str, Any]:
+    """Return the settings as JSON types, without the secret that is kept in a file: Ray shows arguments."""
+    values = settings.model_dump(mode="json")
+    return values if settings.redis_url_file is None else values | {"redis_url": None}
