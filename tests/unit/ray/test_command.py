@@ -69,6 +69,7 @@ def test_settings_of_each_process_are_refused_as_the_user_wrote_them(
 def test_a_dead_cluster_is_named_at_once(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     address = f"127.0.0.1:{free_port()}"
     monkeypatch.setenv("RAY_ADDRESS", address)
+    monkeypatch.setattr(ray, "init", _no_cluster)  # the real one tries for minutes
     with pytest.raises(RayUnavailable, match=f"Nobody listens at {address}"):
         main(["status", *(address if word == "ADDRESS" else word for word in words)])
 
