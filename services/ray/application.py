@@ -23,11 +23,5 @@ def app(args: Mapping[str, Any]) -> Any:
 
     arguments = given.read(args)
     settings = arguments.checked_settings()
-    controller = _of_class(controller_of(arguments, settings), owned.Controller)
+    controller = controller_of(arguments, settings, owned.Controller)
     return gateway_of(arguments, settings, controller, owned.Gateway)
-
-
-def _of_class(application: Any, class_: type) -> Any:
-    """Return ``application`` with another class, one that Ray's workers can import by its name."""
-    bound = application._bound_deployment
-    return bound.options(func_or_class=class_).bind(*bound.init_args, **bound.init_kwargs)

@@ -105,3 +105,10 @@ def read(arguments: Mapping[str, Any]) -> Arguments:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "args"
         raise ConfigError(f"Arguments of the Ray application: {where}: {first['msg']}.") from error
+
+
+def handed_over(settings: Settings) -> dict[str, Any]:
+    """Return the settings as JSON types for a process elsewhere, without the secret that is kept in a file: Ray shows
+    arguments. :func:`services.config.settings_of` reads them, and the file."""
+    values = settings.model_dump(mode="json")
+    return values if settings.redis_url_file is None else values | {"redis_url": None}

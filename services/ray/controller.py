@@ -25,6 +25,7 @@ from services.queue.connect import command, connect
 from services.queue.keys import Keys
 from services.ray.arguments import Arguments
 from services.ray.fleet import Fleet, Gone, nodes
+from services.ray.gateway import INTRODUCE_S
 from services.ray.members import DRAINS, REDIS, Members
 from services.ray.units import units
 from services.runtime import configure_logging
@@ -55,7 +56,7 @@ class Controller:
         self._fleet = Fleet(self._app)
         self._members = Members(self._fleet, self._arguments, self._app)
         self._targets: dict[Target, int] = {}
-        self._gateways: dict[str, str] = {}
+        self._gateways: dict[str, tuple[str, float]] = {}
         self._secret = ""
         self._adopted = False
         self._up = asyncio.Event()
@@ -73,7 +74,7 @@ class Controller:
 
     async def introduce(self, replica: str, metrics: str) -> None:
         """Note the address of the metrics page of a gateway's replica."""
-        self._gateways[replica] = metrics
+        self._gateways[replica] = metrics, asyncio.get_running_loop().time()
 
     async def overview(self) -> dict[str, Any]:
         """Return what `expertmesh ray status` shows."""
@@ -88,8 +89,10 @@ class Controller:
 
     async def scrape_targets(self) -> list[dict[str, Any]]:
         """Return the pages of all processes, as Prometheus' HTTP service discovery reads them."""
-        every = self._members.pages() | {f"gateway-{replica}": page for replica, page in self._gateways.items()}
-        return [{"targets": [page], "labels": {"role": name}} for name, page in sorted(every.items())]
+        alive = asyncio.get_running_loop().time() - 3 * INTRODUCE_S
+        self._gateways = {replica: noted for replica, noted in self._gateways.items() if noted[1] > alive}
+        every = self._members.pages() | {f"gateway-{replica}": page for replica, (page, _) in self._gateways.items()}
+        return [{"targets": [page], "labels": {"process": name}} for name, page in sorted(every.items())]
 
     async def check_health(self) -> None:
         """Raise where the loop has ended or hangs; Serve calls it and starts the controller again."""
@@ -104,7 +107,7 @@ class Controller:
         await asyncio.wait([self._loop_task])
         if not await asyncio.to_thread(_is_deleted, self._app):
             return
-        await asyncio.to_thread(_until_gateways_end, self._app, self._settings.drain_timeout + _LAST_WORDS_S)
+        await asyncio.to_thread(_until_gateways_end, self._app, _gateways_s(self._settings))
         await self._members.stop_all(_STOPPED_IN_TURN)
         with suppress(Gone, ray.exceptions.RayError, TimeoutError):
             redis = self._fleet.find(REDIS)
@@ -199,6 +202,11 @@ class Controller:
         return not self._adopted
 
 
+def _gateways_s(settings: Settings) -> float:
+    """Return how long gateways may take to end: Serve lets their open requests end first."""
+    return settings.request_timeout + settings.drain_timeout + settings.drain_delay + _LAST_WORDS_S
+
+
 def _until_gateways_end(app: str, limit_s: float) -> None:
     """Return once the application's gateways have drained, or after ``limit_s``: what is in the queue needs workers."""
     ends = time.monotonic() + limit_s
@@ -216,9 +224,9 @@ def _is_deleted(app: str) -> bool:
     return status is None or status.status == "DELETING"
 
 
-def controller_of(arguments: Arguments, settings: Settings) -> Any:
-    """Return the deployment, bound to its arguments."""
-    drain_s = 3 * DRAINS * settings.drain_timeout + 60.0  # gateways, attention, experts, schedulers
+def controller_of(arguments: Arguments, settings: Settings, class_: type = Controller) -> Any:
+    """Return the deployment of ``class_``, bound to its arguments."""
+    drain_s = _gateways_s(settings) + 3 * DRAINS * settings.drain_timeout + 60.0  # then attention, experts, schedulers
     deployment = serve.deployment(
         name="Controller",
         num_replicas=1,
@@ -227,5 +235,5 @@ def controller_of(arguments: Arguments, settings: Settings) -> Any:
         graceful_shutdown_wait_loop_s=0.1,
         ray_actor_options={"num_cpus": 0, "resources": {_HEAD: 0.001}}
         | ({"runtime_env": arguments.runtime_env} if arguments.runtime_env else {}),
-    )(Controller)
+    )(class_)
     return deployment.bind(arguments.model_dump(mode="json"))

@@ -17,7 +17,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from services.ray.arguments import Resources
-from services.ray.keeper import Keeper, RedisKeeper, Report
+from services.ray.keeper import Report
 
 NAMESPACE = "expertmesh"
 """Ray's namespace of all actors here."""
@@ -73,7 +73,9 @@ class Fleet:
         place: Place,
         runtime_env: Mapping[str, Any],
     ) -> Any:
-        """Have Ray start a :class:`Keeper`, as soon as there is room for it, and return its handle."""
+        """Have Ray start a :class:`expertmesh.ray.Keeper`, as soon as there is room for it, and return its handle."""
+        from expertmesh import ray as owned  # it imports modules of this package
+
         strategy: Any = "SPREAD"
         if place.pack is not None:
             strategy = PlacementGroupSchedulingStrategy(place.pack, place.bundle)
@@ -90,13 +92,15 @@ class Fleet:
             options["label_selector"] = resources.labels
         if runtime_env:
             options["runtime_env"] = dict(runtime_env)
-        return ray.remote(Keeper).options(**options).remote(**arguments)
+        return ray.remote(owned.Keeper).options(**options).remote(**arguments)
 
     def start_redis(self, folder: str) -> Any:
-        """Have Ray start a :class:`RedisKeeper` on this node, or find the one that runs."""
+        """Have Ray start a :class:`expertmesh.ray.RedisKeeper` on this node, or find the one that runs."""
+        from expertmesh import ray as owned
+
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         options = self._options("redis") | {"num_cpus": 0, "scheduling_strategy": here, "get_if_exists": True}
-        return ray.remote(RedisKeeper).options(**options).remote(folder)
+        return ray.remote(owned.RedisKeeper).options(**options).remote(folder)
 
     async def report(self, handle: Any) -> Report | None:
         """Return what the actor says; None: it is not there yet, or does not answer. Raises Gone, Unavailable."""

@@ -27,7 +27,7 @@ from services.gateway.errors_http import error_response
 from services.gateway.role import drain, in_service
 from services.gateway.stream import Line
 from services.model.hub import with_checkpoint
-from services.ray.arguments import Arguments
+from services.ray.arguments import Arguments, handed_over
 from services.ray.keeper import node_address
 from services.runtime import configure_logging
 from services.runtime.tracing import tracing
@@ -199,10 +199,4 @@ def gateway_of(arguments: Arguments, settings: Settings, controller: Any, class_
         ray_actor_options={"num_cpus": gateways.cpus}
         | ({"runtime_env": arguments.runtime_env} if arguments.runtime_env else {}),
     )(serve.ingress()(class_))
-    return deployment.bind(_readable(settings), controller)
-
-
-def _readable(settings: Settings) -> dict[str, Any]:
-    """Return the settings as JSON types, without the secret that is kept in a file: Ray shows arguments."""
-    values = settings.model_dump(mode="json")
-    return values if settings.redis_url_file is None else values | {"redis_url": None}
+    return deployment.bind(handed_over(settings), controller)

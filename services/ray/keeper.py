@@ -23,7 +23,7 @@ from typing import Any, Literal
 import ray
 from prometheus_client import disable_created_metrics
 
-from services.config import EXPERTS, SCHEDULER, Role, Settings
+from services.config import EXPERTS, SCHEDULER, Role, Settings, settings_of
 from services.errors import StartupError
 from services.model.hub import with_checkpoint
 from services.model.load_spec import load_spec
@@ -74,7 +74,7 @@ class Keeper:
 
     def __init__(self, name: str, role: Role, settings: Mapping[str, Any], secret: str) -> None:
         self._name, self._role, self._secret = name, role, secret
-        self._settings = Settings(**settings)
+        self._settings = settings_of(settings, "the controller's settings")
         self._address = node_address()
         context = ray.get_runtime_context()
         self._report = Report(

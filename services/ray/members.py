@@ -17,7 +17,7 @@ from typing import Any
 from ray.util.metrics import Gauge
 
 from services.config import Settings
-from services.ray.arguments import Arguments
+from services.ray.arguments import Arguments, handed_over
 from services.ray.fleet import Fleet, Gone, Place, Unavailable
 from services.ray.keeper import Report
 from services.ray.placement import Placement
@@ -283,7 +283,7 @@ class Members:
         arguments = {
             "name": unit.name,
             "role": unit.role,
-            "settings": settings.model_dump(mode="json") | dict(unit.changes),
+            "settings": handed_over(settings) | dict(unit.changes),
             "secret": secret,
         }
         log.info("starting %s", name)

@@ -126,7 +126,7 @@ def _during(url: str, act: Callable[[], None]) -> None:
 def _decoded(url: str) -> float:
     """Return the tokens that the attention workers have decoded, by their own pages."""
     listed = httpx.get(f"{url}/metrics/targets", timeout=LIMIT_S).json()
-    pages = [each["targets"][0] for each in listed if each["labels"]["role"].startswith("attention")]
+    pages = [each["targets"][0] for each in listed if each["labels"]["process"].startswith("attention")]
     found = [httpx.get(f"http://{page}/metrics", timeout=LIMIT_S).text for page in pages]
     return sum(metric_sum(text, "expertmesh_decode_tokens_total") for text in found)
 

@@ -25,7 +25,13 @@ FILES = [f"helm/expertmesh/{folder}" for folder in ("dashboards", "rules")]
 pytestmark = [
     pytest.mark.alone,
     pytest.mark.night(
-        "pyproject.toml", "expertmesh", "loadgen", "services/demo", "services/errors.py", "services/supervisor"
+        "pyproject.toml",
+        "expertmesh",
+        "loadgen",
+        "services/demo",
+        "services/errors.py",
+        "services/ray",
+        "services/supervisor",
     ),
 ]
 
@@ -100,6 +106,25 @@ def test_with_the_extra_serve_it_serves_the_model_that_it_brings(wheel: Path, tm
         assert "(noun) A musician who plays the violin." in demo.log()
         assert_recorded(wanted, asyncio.run(complete_all(f"http://127.0.0.1:{port}", wanted)))
         assert demo.stop() == 0
+
+
+def test_with_the_extra_ray_processes_on_a_cluster_find_what_it_brings(wheel: Path, tmp_path: Path) -> None:
+    """Ray's workers look for modules in the folder of the command, too: it is not the clone."""
+    pytest.importorskip("ray", reason="Ray has no wheel for this Python")
+    programs, port = environment(tmp_path / "env", wheel, "serve", "ray"), free_port()
+    options = flags(http_port=port, served_model_name="pocket", dtype="float32", threads=1, auth="off")
+    wanted = recorded()[:5]
+    with bench(tmp_path) as stage:
+        away = ["env", "-C", str(tmp_path), *alone(tmp_path)]
+        server = stage.start("ray", [*away, str(programs / "expertmesh"), "ray", "up", str(POCKET / "model"), *options])
+        until(
+            lambda: "expertmesh serves pocket" in server.log() or server.popen.poll() is not None,
+            "it serves",
+            limit_s=START_TIMEOUT_S,
+            every_s=0.1,
+        )
+        assert_recorded(wanted, asyncio.run(complete_all(f"http://127.0.0.1:{port}", wanted)))
+        assert server.stop() == 0
 
 
 def test_with_the_extra_load_it_measures_a_server_and_draws_the_report(wheel: Path, tmp_path: Path) -> None:
