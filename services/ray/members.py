@@ -28,7 +28,7 @@ REDIS = "redis"
 """Name of the private Redis' actor, which is no member."""
 _PAUSE_S = 1.0
 _AGAIN_S = 0.2
-_PATIENCE_S = 5.0
+_NO_ROOM_S = 5.0
 """An actor that has not reported for so long waits for room."""
 DRAINS = 4
 """How many drains a process may take to end: three, and a margin."""
@@ -260,7 +260,7 @@ class Members:
                 place = self._placement.place(unit, settings, self._spread())
                 handle = await asyncio.to_thread(self._started, name, unit, place, settings, secret)
                 self._members[name] = Member(name, handle, sent_to=place.node or "")
-        late = time.monotonic() - _PATIENCE_S
+        late = time.monotonic() - _NO_ROOM_S
         waiting = [
             self._wanted[name]
             for name, member in self._members.items()

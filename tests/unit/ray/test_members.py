@@ -106,7 +106,7 @@ def fleet(monkeypatch: pytest.MonkeyPatch) -> ActorsOfATest:
     monkeypatch.setattr(placement, "resources", lambda **_: {"CPU": 8.0})
     monkeypatch.setattr(module, "_RETRY_S", 0.0)
     monkeypatch.setattr(module, "_AGAIN_S", 0.0)
-    monkeypatch.setattr(module, "_PATIENCE_S", -1.0)
+    monkeypatch.setattr(module, "_NO_ROOM_S", -1.0)
     return ActorsOfATest()
 
 
