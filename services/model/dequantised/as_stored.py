@@ -8,18 +8,26 @@ from torch import Tensor
 from moe_kernels import ArgumentError, QuantisedWeight, from_codes
 from services.errors import CheckpointError
 from services.model.dequantised.formats import scaled
-from services.model.dequantised.parts import Part, Parts, Scaled, equal_groups
+from services.model.dequantised.parts import HINT, Part, Parts, Scaled, equal_groups
+from services.model.dequantised.values import pieces
 from services.model.expert_format import Kind
 from services.model.quantised.stored import LinearFormat, Shape
 
+_LARGEST = {"e4m3": 448.0, "e2m1": 6.0}
+"""Of the numbers that codes mean; of whole numbers, less their zero points, 2 ** bits is more than any."""
 
-def as_stored(scheme: LinearFormat, parts: Parts, shape: Shape, kind: Kind) -> QuantisedWeight:
-    """Return the weight ``[N, K]``, as the only expert of a weight of ``kind``.
+
+def as_stored(scheme: LinearFormat, parts: Parts, shape: Shape, kind: Kind, dtype: torch.dtype) -> QuantisedWeight:
+    """Return the weight ``[N, K]``, as the only expert of a weight of ``kind`` that is served in ``dtype``.
 
     Raises:
-        CheckpointError: codes, scales, zero points or the order of columns are not such that ``kind`` has each value.
+        CheckpointError: codes, scales, zero points or the order of columns are not such that ``kind`` has each value,
+            or a value is not finite in ``dtype``.
     """
     weight = scaled(scheme, parts, shape)
+    most = float(weight.scales_NG.abs().max()) * _LARGEST.get(kind.codes, 1 << kind.bits)
+    if most > min(torch.finfo(dtype).max, torch.finfo(torch.float32).max):
+        _check_finite(scheme, parts, shape, dtype)
     if not torch.equal(weight.group_K, equal_groups(shape[1], kind.group or shape[1])):
         raise _inexact(parts.get("order", parts["codes"]), f"columns in groups of {kind.group}", "another order")
     codes_NK, zeros_NG = _whole(weight, parts, kind) if kind.codes == "int" else (weight.codes_NK, None)
@@ -40,7 +48,7 @@ def as_stored(scheme: LinearFormat, parts: Parts, shape: Shape, kind: Kind) -> Q
     except ArgumentError as error:
         raise CheckpointError(
             f'{parts["codes"].file}: "{parts["codes"].name}" cannot be held as it is stored: {error}.',
-            hint="Download the file again, or quantise the model again.",
+            hint=HINT,
         ) from error
 
 
@@ -60,6 +68,20 @@ def _whole(weight: Scaled, parts: Parts, kind: Kind) -> tuple[Tensor, Tensor | N
     if not (zeros_NG == half).all():
         raise _inexact(parts.get("zeros", parts["codes"]), f"the zero point {half} alone", "others")
     return codes_NK.to(torch.uint8), None
+
+
+def _check_finite(scheme: LinearFormat, parts: Parts, shape: Shape, dtype: torch.dtype) -> None:
+    """Raise CheckpointError where a value is not finite in ``dtype``; :func:`pieces` finds those not in float32."""
+    for first, piece in pieces(scheme, parts, shape):
+        large_NK = ~piece.to(dtype).isfinite()
+        if large_NK.any():
+            row, column = (int(index) for index in large_NK.nonzero()[0])
+            raise CheckpointError(
+                f'{parts["codes"].file}: "{parts["codes"].name}" times its scales must be finite in '
+                f"{str(dtype).removeprefix('torch.')}, found {float(piece[row, column]):g} in row {first + row}, "
+                f"column {column}.",
+                hint="Serve it with --dtype bfloat16 or float32.",
+            )
 
 
 def _inexact(part: Part, expected: str, found: str) -> CheckpointError:

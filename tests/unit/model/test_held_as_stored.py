@@ -1,0 +1,104 @@
+"""Weights that are held as they are stored: values that are not finite, and files that change, are refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from testkit.models.checkpoints import save_checkpoint
+from testkit.models.quantised_checkpoints import WEIGHTS, change, quantise
+from testkit.models.quantisers import FORMATS
+
+from moe_kernels import QuantisedWeight, dequantize_experts
+from services.config import ExpertFormat
+from services.errors import CheckpointError
+from services.model.checkpoint import Checkpoint
+from services.model.dequantised.parts import Parts
+from services.model.experts import ExpertWeights
+from services.model.load_spec import load_spec
+from services.model.sources import Source
+from services.model.weights import load_experts
+from services.model.weights_sample import with_weights
+
+CPU = torch.device("cpu")
+WIDE = {"hidden_size": 128, "head_dim": 32, "moe_intermediate_size": 256, "num_experts": 2}
+DOWN = "model.layers.0.mlp.experts.1.down_proj"
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint(tmp_path_factory.mktemp("wide"), "qwen3_moe", seed=3, **WIDE)
+
+
+def loaded(folder: Path, form: ExpertFormat, dtype: torch.dtype = torch.float32) -> dict[int, ExpertWeights]:
+    return load_experts(folder, with_weights(load_spec(folder), folder, form), dtype=dtype, device=CPU)
+
+
+def with_first_scale(plain: Path, folder: Path, form: str, scale: float) -> Path:
+    """Give the first scale of a matrix another value, in what ``form`` makes of ``plain``."""
+    quantised = quantise(plain, folder, FORMATS[form]).folder
+    names = [name for name in load_file(quantised / WEIGHTS) if name.startswith(DOWN) or "experts.down_proj" in name]
+    name = next(name for name in names if "scale" in name)
+
+    def set_first(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[name].view(-1)[0] = scale
+
+    change(quantised, set_first)
+    return quantised
+
+
+@pytest.mark.parametrize(
+    ("form", "scale", "dtype", "expected"),
+    [
+        ("fp8-block-bf16-scales", 1e37, torch.float32, r"must be finite, found -?inf in row \d+, column \d+"),
+        ("fp8-block-bf16-scales", 1e37, torch.bfloat16, r"must be finite, found -?inf in row \d+, column \d+"),
+        ("mxfp4", 254, torch.float32, r"must be finite, found -?inf in row \d+, column \d+"),
+        ("fp8-block-bf16-scales", 1e4, torch.float16, r"must be finite in float16, found -?\d+e?.* in row \d+"),
+        ("ct-int8-channel", 1e4, torch.float16, r"must be finite in float16, found -?\d+e?.* in row \d+"),
+    ],
+)
+def test_values_that_are_not_finite_are_refused_by_name(
+    plain: Path, tmp_path: Path, form: str, scale: float, dtype: torch.dtype, expected: str
+) -> None:
+    """As they are where the weight is dequantised."""
+    folder = with_first_scale(plain, tmp_path, form, scale)
+    with pytest.raises(CheckpointError, match=f'".*down_proj.*" times its scales {expected}'):
+        loaded(folder, "auto", dtype)
+    with pytest.raises(CheckpointError, match="down_proj"):
+        loaded(folder, "dense", dtype)
+
+
+def test_a_large_scale_of_small_codes_is_held(plain: Path, tmp_path: Path) -> None:
+    """Values count, not the largest that there could be."""
+    folder = with_first_scale(plain, tmp_path, "fp8-block-bf16-scales", 1e4)
+
+    def shrink(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[f"{DOWN}.weight"][:128, :128] = torch.tensor(2.0).to(torch.float8_e4m3fn)
+
+    change(folder, shrink)
+    weight = loaded(folder, "auto", torch.float16)[0].w_down_EDF
+    assert isinstance(weight, QuantisedWeight)
+    dense = loaded(folder, "dense", torch.float16)[0].w_down_EDF
+    assert isinstance(dense, torch.Tensor)
+    assert torch.equal(dequantize_experts(weight, torch.float16), dense)
+
+
+@pytest.mark.parametrize("form", ["auto", "dense"])
+def test_a_file_that_is_replaced_while_it_is_read_is_noticed(
+    plain: Path, tmp_path: Path, form: ExpertFormat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = quantise(plain, tmp_path, FORMATS["ct-int8-channel"]).folder
+    parts = Checkpoint._parts
+
+    def replaced(checkpoint: Checkpoint, source: Source) -> Parts:
+        found = parts(checkpoint, source)
+        copy = tmp_path / "copy"
+        copy.write_bytes((folder / WEIGHTS).read_bytes())
+        copy.replace(folder / WEIGHTS)
+        return found
+
+    monkeypatch.setattr(Checkpoint, "_parts", replaced)
+    with pytest.raises(CheckpointError, match=f"{WEIGHTS} was changed while it was read"):
+        loaded(folder, form)
