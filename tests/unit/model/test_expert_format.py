@@ -120,6 +120,17 @@ def test_rounded_while_they_are_loaded(plain: Path, expert_format: ExpertFormat,
     assert spec.weights.endswith(f"+{kind}")
 
 
+@pytest.mark.parametrize("expert_format", [form for form in FORMS if form != "fp8"])
+def test_the_last_group_may_have_fewer_columns(tmp_path: Path, expert_format: ExpertFormat) -> None:
+    """Whose scale is its own: it shares none with the next row. FP8 has rows in multiples of 128."""
+    folder = save_checkpoint(tmp_path, "qwen3_moe", **WIDE | {"hidden_size": 144, "moe_intermediate_size": 208})
+    spec = served(folder, expert_format)
+    experts = loaded(folder, spec)[0]
+    w_in, w_down = expected(folder, spec, 0, expert_format)
+    assert torch.equal(values(experts.w_gate_up_E2FD), w_in)
+    assert torch.equal(values(experts.w_down_EDF), w_down)
+
+
 def test_a_share_in_another_order_has_the_same_codes(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where experts are read one at a time."""
     spec = served(plain, "int4")
@@ -171,6 +182,9 @@ def test_integers_of_another_form_are_dequantised_and_rounded(plain: Path, tmp_p
 def test_asked_for_what_the_checkpoint_has_nothing_is_rounded_again(plain: Path, tmp_path: Path) -> None:
     folder = quantise(plain, tmp_path, STORED["ct-int4-g128"][0]).folder
     assert served(folder, "int4") == served(folder, "auto")
+    tokens = [5, 9, 200, 31]
+    stored, asked = (ReferenceModel.load(folder, expert_format=form).logits(tokens) for form in ("dense", "int4"))
+    assert torch.equal(stored, asked), "the oracle, too"
 
 
 def test_a_layer_whose_experts_are_not_all_stored_alike_is_dense(plain: Path, tmp_path: Path) -> None:
