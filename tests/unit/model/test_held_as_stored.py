@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from testkit.models.checkpoints import save_checkpoint
 from testkit.models.quantised_checkpoints import WEIGHTS, change, quantise
-from testkit.models.quantisers import FORMATS
+from testkit.models.quantisers import FORMATS, Format, compressed, int_config
 
 from moe_kernels import QuantisedWeight, dequantize_experts
 from services.config import ExpertFormat
@@ -17,8 +17,9 @@ from services.errors import CheckpointError
 from services.model.checkpoint import Checkpoint
 from services.model.dequantised.parts import Parts
 from services.model.experts import ExpertWeights
+from services.model.held_experts import held_experts
 from services.model.load_spec import load_spec
-from services.model.sources import Source
+from services.model.sources import Source, promised_kinds
 from services.model.weights import load_experts
 from services.model.weights_sample import with_weights
 
@@ -102,3 +103,20 @@ def test_a_file_that_is_replaced_while_it_is_read_is_noticed(
     monkeypatch.setattr(Checkpoint, "_parts", replaced)
     with pytest.raises(CheckpointError, match=f"{WEIGHTS} was changed while it was read"):
         loaded(folder, form)
+
+
+@pytest.mark.parametrize(
+    ("actorder", "sorts", "label"),
+    [("group", True, ""), ("dynamic", True, ""), (True, True, ""), ("weight", False, "int4-g128")],
+)
+def test_config_json_alone_says_whether_columns_are_sorted(
+    plain: Path, tmp_path: Path, actorder: str | bool, sorts: bool, label: str
+) -> None:
+    """So that a plan, which has no files, counts what a server holds. "weight" sorts nothing that is stored."""
+    config = int_config("pack-quantized", 4, 128)
+    config["config_groups"]["group_0"]["weights"]["actorder"] = actorder
+    form = Format(encode=compressed(4, 128, sorts=sorts), config=config)
+    folder = quantise(plain, tmp_path, form).folder
+    spec = load_spec(folder)
+    assert held_experts(spec, "auto", promised_kinds(spec), folder).label == label
+    assert with_weights(spec, folder, "auto").experts.label == label
