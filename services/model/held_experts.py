@@ -61,6 +61,14 @@ def expert_bytes(spec: ModelSpec, itemsize: int) -> int:
     return total
 
 
+def kept_on_cpu(spec: ModelSpec, dtype: str) -> int:
+    """Return the most bytes that a CPU which serves in ``dtype`` keeps beside experts that are held quantised."""
+    width, hidden = spec.expert_ffn, spec.hidden_size
+    kinds = filter(None, map(spec.experts.of, spec.moe_layers))
+    each = (kind.kept_on_cpu(2 * width, hidden, dtype) + kind.kept_on_cpu(hidden, width, dtype) for kind in kinds)
+    return spec.num_experts * sum(each)
+
+
 def _bytes(kind: Kind, width: int, hidden: int) -> int:
     return kind.nbytes(2 * width, hidden) + kind.nbytes(hidden, width)
 

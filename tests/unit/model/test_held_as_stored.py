@@ -12,13 +12,16 @@ from testkit.models.quantised_checkpoints import WEIGHTS, change, quantise
 from testkit.models.quantisers import FORMATS, Format, compressed, int_config
 
 from moe_kernels import QuantisedWeight, dequantize_experts
+from moe_kernels.quant.cached import expert_product
 from services.config import ExpertFormat
 from services.errors import CheckpointError
 from services.model.checkpoint import Checkpoint
 from services.model.dequantised.parts import Parts
+from services.model.expert_format import KINDS, Kind
 from services.model.experts import ExpertWeights
 from services.model.held_experts import held_experts
 from services.model.load_spec import load_spec
+from services.model.quantised_experts import empty_weight
 from services.model.sources import Source, promised_kinds
 from services.model.weights import load_experts
 from services.model.weights_sample import with_weights
@@ -120,3 +123,20 @@ def test_config_json_alone_says_whether_columns_are_sorted(
     spec = load_spec(folder)
     assert held_experts(spec, "auto", promised_kinds(spec), folder).label == label
     assert with_weights(spec, folder, "auto").experts.label == label
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("rows", [128, 136])
+def test_what_a_cpu_keeps_of_a_weight_is_foreseen(rows: int, dtype: str) -> None:
+    """From its kind alone: all that is made of its experts, and hardly more."""
+    kinds = [*KINDS.values(), *(Kind(bits=bits, group=32, zeros=True) for bits in (4, 8)), Kind(bits=8, group=128)]
+    for kind in kinds:
+        if kind.problem(rows, 256):
+            continue
+        q = empty_weight(kind, (2, rows, 256), CPU)
+        for part in q.tensors().values():
+            part.fill_(1)
+        for expert in range(2):
+            expert_product(q, expert, torch.ones(1, 256, dtype=getattr(torch, dtype)))
+        made = sum(form.nbytes for _, form in q.forms.kept.values())
+        assert made <= 2 * kind.kept_on_cpu(rows, 256, dtype) <= 1.15 * made, kind
