@@ -269,11 +269,19 @@ def test_zero_points_that_config_json_does_not_promise_are_found(plain: Path, tm
     with pytest.raises(CheckpointError) as refused:
         loaded(folder, served(folder, "auto"))
     assert f'"{name}" must hold the zero point 8 alone for its weight to be held as it is stored' in str(refused.value)
-    assert "Serve it with --expert-format dense." in str(refused.value)
+    assert "Serve it with --expert-format dense, int8, " in str(refused.value)
     loaded(folder, served(folder, "dense"))
 
 
-def test_digests_are_of_what_is_held(plain: Path, tmp_path: Path) -> None:
+def digests_told(caplog: pytest.LogCaptureFixture, folder: Path, spec: ModelSpec) -> str:
+    """The command that the log has for digests that are not there."""
+    caplog.clear()
+    caplog.set_level("INFO")
+    assert read_digests(folder, spec, "float32") is None
+    return caplog.messages[0].split("`")[1]
+
+
+def test_digests_are_of_what_is_held(plain: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = quantise(plain, tmp_path, STORED["ct-int4-g128"][0]).folder
     specs = {name: served(folder, name) for name in ("auto", "int8", "dense")}
     write_digests(folder)
@@ -285,6 +293,10 @@ def test_digests_are_of_what_is_held(plain: Path, tmp_path: Path) -> None:
     assert found is not None
     assert found.experts == "int8-channel"
     renamed = dataclasses.replace(specs["int8"], experts=specs["auto"].experts)
+    assert digests_told(caplog, folder, specs["dense"]) == "expertmesh digests FOLDER --expert-format dense"
+    assert digests_told(caplog, folder, served(folder, "fp8")) == "expertmesh digests FOLDER --expert-format fp8"
+    digests_file(folder, specs["auto"]).unlink()
+    assert digests_told(caplog, folder, specs["auto"]).endswith("digests FOLDER --expert-format int4")
     digests_file(folder, specs["int8"]).rename(digests_file(folder, renamed))
     assert read_digests(folder, renamed, "float32") is None
 

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from testkit.models.checkpoints import save_checkpoint
 from testkit.models.quantised_checkpoints import WEIGHTS, change, quantise
-from testkit.models.quantisers import FORMATS, Format, compressed, int_config
+from testkit.models.quantisers import FORMATS, Format, compressed, gptq, int_config
 
 from moe_kernels import QuantisedWeight, dequantize_experts
 from moe_kernels.quant.cached import expert_product
@@ -17,6 +17,7 @@ from services.config import ExpertFormat
 from services.errors import CheckpointError
 from services.model.checkpoint import Checkpoint
 from services.model.dequantised.parts import Parts
+from services.model.digests import read_digests, write_digests
 from services.model.expert_format import KINDS, Kind
 from services.model.experts import ExpertWeights
 from services.model.held_experts import held_experts
@@ -140,3 +141,58 @@ def test_what_a_cpu_keeps_of_a_weight_is_foreseen(rows: int, dtype: str) -> None
             expert_product(q, expert, torch.ones(1, 256, dtype=getattr(torch, dtype)))
         made = sum(form.nbytes for _, form in q.forms.kept.values())
         assert made <= 2 * kind.kept_on_cpu(rows, 256, dtype) <= 1.15 * made, kind
+
+
+def test_the_digests_of_what_is_held_as_it_is_stored_are_auto_s(
+    plain: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where no other value of the option names that form."""
+    folder = quantise(plain, tmp_path, FORMATS["fp8-tensor"]).folder
+    caplog.set_level("INFO")
+    assert read_digests(folder, with_weights(load_spec(folder), folder, "auto"), "float32") is None
+    assert "`expertmesh digests FOLDER` writes the file." in caplog.text
+
+
+def test_digests_of_held_experts_are_one_phase(plain: Path, tmp_path: Path) -> None:
+    folder = quantise(plain, tmp_path, FORMATS["ct-int8-channel"]).folder
+    seen = Seen()
+    write_digests(folder, progress=seen)
+    assert len(seen.began) == 1
+    assert seen.began[0] == ("experts' digests", seen.bytes)
+
+
+class Seen:
+    """Progress that is remembered."""
+
+    def __init__(self) -> None:
+        self.began: list[tuple[str, int]] = []
+        self.bytes = 0
+
+    def begin(self, what: str, total_bytes: int) -> None:
+        self.began.append((what, total_bytes))
+
+    def advance(self, nbytes: int) -> None:
+        self.bytes += nbytes
+
+
+def test_an_order_that_config_json_does_not_promise_is_told_with_what_serves_it(plain: Path, tmp_path: Path) -> None:
+    config = FORMATS["gptq-int4"].config | {"group_size": 128}
+    folder = quantise(plain, tmp_path, Format(encode=gptq(4, 128, sorts=True), config=config)).folder
+    for form in ("auto", "int4"):
+        with pytest.raises(CheckpointError, match="columns in groups of 128") as refused:
+            loaded(folder, form)
+        assert "Serve it with --expert-format dense, int8, int4-channel, fp8 or mxfp4." in str(refused.value)
+    assert isinstance(loaded(folder, "int8")[0].w_down_EDF, QuantisedWeight)
+    assert isinstance(loaded(folder, "dense")[0].w_down_EDF, torch.Tensor)
+
+
+def test_the_log_names_what_keeps_a_layer_dense(plain: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    left = DOWN
+    config = int_config("pack-quantized", 4, 128) | {"ignore": [left]}
+    folder = quantise(plain, tmp_path, Format(encode=compressed(4, 128), config=config, left=(left,))).folder
+    caplog.set_level("INFO")
+    with_weights(load_spec(folder), folder, "auto")
+    assert caplog.messages == [
+        f'experts of 1 of 2 layers are held dense: "{DOWN}.weight" is not stored in a form that kernels take, others '
+        "of its layer are in int4-g128"
+    ]
