@@ -54,6 +54,7 @@ class OurEngine:
             "version": version_here(),
             "device": device_name(built.served.device),
             "dtype": str(built.served.dtype).removeprefix("torch."),
+            "experts": built.served.spec.experts.title,
             "max_num_seqs": size.max_num_seqs,
             "max_num_batched_tokens": size.max_num_batched_tokens,
             "max_model_len": room.max_model_len,

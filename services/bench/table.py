@@ -23,8 +23,9 @@ def text(report: Report) -> str:
 
 def _where(report: Report) -> Iterator[str]:
     for side, facts in report.sides.items():
-        shown = ("version", "device", "dtype", "url")
-        yield f"{side}: " + printable(", ".join(str(facts[name]) for name in shown if facts.get(name)))
+        shown = ("version", "device", "dtype", "experts", "url")
+        words = ("experts " * (name == "experts") + str(facts[name]) for name in shown if facts.get(name))
+        yield f"{side}: " + printable(", ".join(words))
     if len(report.sides) > 1:
         yield from _differences(report)
 

@@ -24,6 +24,7 @@ from services.model.spec import ModelSpec
 from services.model.tensor_entries import tensor_entries
 
 if TYPE_CHECKING:  # digests are made without torch
+    import torch
     from torch import Tensor
 
     from moe_kernels import QuantisedWeight
@@ -67,17 +68,17 @@ class Checkpoint:
         """Return the form in which the weight called ``name`` can be held as it is stored, if there is one."""
         return kind_of(name, self._entries, self._sources)
 
-    def read_stored(self, name: str) -> QuantisedWeight:
-        """Return a weight that has a :meth:`kind`, exactly, as the only expert.
+    def read_stored(self, name: str, dtype: torch.dtype) -> QuantisedWeight:
+        """Return a weight that has a :meth:`kind`, exactly, as the only expert, to be served in ``dtype``.
 
         Raises:
-            CheckpointError: its tensors are not such that it can be held so.
+            CheckpointError: its tensors are not such that it can be held so, or ``dtype`` does not hold its values.
         """
         from services.model.dequantised.as_stored import as_stored
 
         source, kind = self._sources[name], self.kind(name)
         assert kind is not None, name
-        return as_stored(source.format, self._parts(source), source.shape, kind)
+        return as_stored(source.format, self._parts(source), source.shape, kind, dtype)
 
     def shape(self, name: str) -> Shape:
         return self._sources[name].shape if name in self._sources else self._entries[name].shape

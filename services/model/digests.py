@@ -25,6 +25,7 @@ import msgspec
 from services.config import ExpertFormat
 from services.errors import CheckpointError, WorkerExtraMissing
 from services.model.checkpoint import Checkpoint
+from services.model.expert_format import KINDS
 from services.model.held_experts import held_experts
 from services.model.load_spec import load_spec
 from services.model.names import TensorNames
@@ -39,6 +40,7 @@ _DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float
 _HOLDS = {"float32": ("float32", "bfloat16", "float16")}
 """Serving dtype -> stored dtypes of which it holds every value, so that digests of the stored bytes can check it."""
 _HOW = "Workers that join will read weights from disk, not from peers; `expertmesh digests FOLDER{}` writes the file."
+_DENSE: ExpertFormat = "dense"
 
 Names = tuple[str, ...]
 """Of the tensors that make up a matrix."""
@@ -72,7 +74,7 @@ class Digests(msgspec.Struct, frozen=True, kw_only=True):
 
 def read_digests(model_dir: Path, spec: ModelSpec, dtype: str) -> Digests | None:
     """Return the digests of ``spec``'s experts for serving in ``dtype``; None, and a log line, where there are none."""
-    file, how = digests_file(model_dir, spec), _HOW.format(" --expert-format FORMAT" if spec.experts.label else "")
+    file, how = digests_file(model_dir, spec), _HOW.format(_option(spec))
     try:
         found = msgspec.json.decode(file.read_bytes(), type=Digests)
     except FileNotFoundError:
@@ -85,6 +87,13 @@ def read_digests(model_dir: Path, spec: ModelSpec, dtype: str) -> Digests | None
         log.warning("%s does not match these experts or the dtype %s. %s", file, dtype, how)
         return None
     return found
+
+
+def _option(spec: ModelSpec) -> str:
+    """Return the option with which `expertmesh digests` writes the file of experts as they are held; "" for "auto"."""
+    names = {str(kind): name for name, kind in KINDS.items()} | {"": _DENSE}
+    unneeded = spec.quantisation is None and not spec.experts.label
+    return "" if unneeded or spec.experts.label not in names else f" --expert-format {names[spec.experts.label]}"
 
 
 def digests_file(model_dir: Path, spec: ModelSpec) -> Path:
@@ -106,7 +115,11 @@ def write_digests(model_dir: Path, expert_format: ExpertFormat = "auto", progres
         spec = dataclasses.replace(spec, experts=held_experts(spec, expert_format, checkpoint.kind, model_dir))
         progress = progress or NoProgress()
         if spec.experts.label:
-            digests = _digests_of_held(model_dir, spec, progress)
+            names = TensorNames(spec.family)
+            ffns = [names.expert(layer, expert) for layer in spec.moe_layers for expert in range(spec.num_experts)]
+            every_name = (name for ffn in ffns for name in (ffn.gate, ffn.up, ffn.down))
+            progress.begin("experts' digests", checkpoint.nbytes(every_name))
+            digests = _digests_of_held(model_dir, spec, _OnePhase(progress))
         else:
             digests = _digests(checkpoint, spec, progress)
     file = digests_file(model_dir, spec)
@@ -182,7 +195,7 @@ def _stored_type(checkpoint: Checkpoint, matrices: Iterable[Names]) -> str:
 
 
 def _digests_of_held(model_dir: Path, spec: ModelSpec, progress: Progress) -> Digests:
-    """Return the digests of what workers hold, layer by layer: more than one is never in memory."""
+    """Return the digests of what workers hold, layer by layer: more than one is never in memory. Threads hash."""
     try:
         import torch
 
@@ -193,21 +206,32 @@ def _digests_of_held(model_dir: Path, spec: ModelSpec, progress: Progress) -> Di
             f"Digests of quantised weights need torch. {WorkerExtraMissing('torch').message}"
         ) from error
     dtype, device, layers = getattr(torch, spec.dtype), torch.device("cpu"), {}
-    for layer in spec.moe_layers:
-        wanted = {layer: range(spec.num_experts)}
-        loaded = load_experts(model_dir, spec, dtype=dtype, device=device, experts=wanted, progress=progress)
-        held = loaded[layer]
-        found = {}
-        for name, weight in ((GATE_UP, held.w_gate_up_E2FD), (DOWN, held.w_down_EDF)):
-            parts = [tensor for _, tensor in sorted(tensors_of(name, weight).items())]
-            found[name] = tuple(
-                _hash_of(part[expert].contiguous().view(-1).view(torch.uint8).numpy().data for part in parts)
-                for expert in range(spec.num_experts)
-            )
-        layers[layer] = LayerDigests(gate_up=found[GATE_UP], down=found[DOWN])
+
+    def digest(parts: list[torch.Tensor], expert: int) -> bytes:
+        return _hash_of(part[expert].contiguous().view(-1).view(torch.uint8).numpy().data for part in parts)
+
+    with ThreadPoolExecutor(hashing_threads(), "digests") as pool:
+        for layer in spec.moe_layers:
+            wanted = {layer: range(spec.num_experts)}
+            loaded = load_experts(model_dir, spec, dtype=dtype, device=device, experts=wanted, progress=progress)
+            held, found = loaded[layer], {}
+            for name, weight in ((GATE_UP, held.w_gate_up_E2FD), (DOWN, held.w_down_EDF)):
+                parts = [tensor for _, tensor in sorted(tensors_of(name, weight).items())]
+                found[name] = tuple(pool.map(partial(digest, parts), wanted[layer]))
+            layers[layer] = LayerDigests(gate_up=found[GATE_UP], down=found[DOWN])
     return Digests(
         format=_FORMAT, fingerprint=spec.fingerprint, dtype=spec.dtype, layers=layers, experts=spec.experts.label
     )
+
+
+class _OnePhase:
+    """Takes the phases of several loads for one that has begun."""
+
+    def __init__(self, progress: Progress) -> None:
+        self.advance = progress.advance
+
+    def begin(self, what: str, total_bytes: int) -> None:
+        del what, total_bytes
 
 
 def _hash_of(parts: Iterable[memoryview]) -> bytes:

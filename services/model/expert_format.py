@@ -54,6 +54,15 @@ class Kind:
         scales = -(-rows // self.scale_rows) * (-(-columns // self.group) if self.group else 1)
         return rows * width + scales * (_SCALE_BYTES[self.scale_type] + self.zeros)
 
+    def kept_on_cpu(self, rows: int, columns: int, dtype: str) -> int:
+        """Return the most bytes that ``moe_kernels.quant.cached`` keeps beside a matrix that rows in ``dtype`` met."""
+        whole = self.codes == "int" and self.scale_rows == 1 and dtype == "bfloat16"
+        int4 = self.bits == 4 and not (rows % _STEP or columns % (self.group or 32))
+        int8 = self.bits == 8 and not self.group and not self.zeros
+        if whole and (int4 or int8):
+            return self.nbytes(rows, columns) * 9 // 8
+        return rows * columns * (4 if dtype == "float32" else 2)
+
 
 KINDS: Mapping[ExpertFormat, Kind] = {
     "int8": Kind(bits=8, group=0),

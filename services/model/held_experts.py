@@ -5,7 +5,8 @@ All experts of a layer are held alike, so that what is decided is the same for w
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from services.errors import ConfigError
 from services.model.expert_format import ALL_DENSE, KINDS, HeldExperts, Kind, held
 from services.model.names import TensorNames
 from services.model.spec import ModelSpec
+
+log = logging.getLogger(__name__)
 
 StoredKind = Callable[[str], Kind | None]
 """Returns the form in which the weight of a name can be held as it is stored, if there is one."""
@@ -28,7 +31,10 @@ def held_experts(spec: ModelSpec, choice: ExpertFormat, stored: StoredKind, fold
     if choice == "dense":
         return ALL_DENSE
     if choice == "auto":
-        return held({layer: _as_stored(spec, layer, stored) for layer in spec.moe_layers})
+        kinds = {layer: _as_stored(spec, layer, stored) for layer in spec.moe_layers}
+        if spec.quantisation is not None:
+            _log_dense(spec, kinds, stored)
+        return held(kinds)
     _check(spec, choice, folder)
     return held({layer: _like(KINDS[choice], _as_stored(spec, layer, stored)) for layer in spec.moe_layers})
 
@@ -40,14 +46,27 @@ def _like(asked: Kind, stored: Kind | None) -> Kind:
 
 
 def _as_stored(spec: ModelSpec, layer: int, stored: StoredKind) -> Kind | None:
-    names = TensorNames(spec.family)
-    kinds = {
-        stored(name)
-        for expert in range(spec.num_experts)
-        for ffn in (names.expert(layer, expert),)
-        for name in (ffn.gate, ffn.up, ffn.down)
-    }
+    kinds = set(map(stored, _names(spec, layer)))
     return kinds.pop() if len(kinds) == 1 else None
+
+
+def _names(spec: ModelSpec, layer: int) -> list[str]:
+    names = TensorNames(spec.family)
+    ffns = [names.expert(layer, expert) for expert in range(spec.num_experts)]
+    return [name for ffn in ffns for name in (ffn.gate, ffn.up, ffn.down)]
+
+
+def _log_dense(spec: ModelSpec, kinds: Mapping[int, Kind | None], stored: StoredKind) -> None:
+    """Say which tensor of a quantised checkpoint is the first that keeps the experts of its layer dense."""
+    dense = [layer for layer, kind in kinds.items() if kind is None]
+    if not dense:
+        return
+    found = {name: stored(name) for name in _names(spec, dense[0])}
+    usual = next(iter(found.values()))
+    name = next(name for name, kind in found.items() if kind is None or kind != usual)
+    how = f"is stored in {found[name]}" if found[name] else "is not stored in a form that kernels take"
+    others = f", others of its layer are in {usual}" if usual else ""
+    log.info('experts of %d of %d layers are held dense: "%s" %s%s', len(dense), len(kinds), name, how, others)
 
 
 def expert_bytes(spec: ModelSpec, itemsize: int) -> int:
@@ -59,6 +78,14 @@ def expert_bytes(spec: ModelSpec, itemsize: int) -> int:
         each = 3 * width * hidden * itemsize if kind is None else _bytes(kind, width, hidden)
         total += spec.num_experts * each
     return total
+
+
+def kept_on_cpu(spec: ModelSpec, dtype: str) -> int:
+    """Return the most bytes that a CPU which serves in ``dtype`` keeps beside experts that are held quantised."""
+    width, hidden = spec.expert_ffn, spec.hidden_size
+    kinds = filter(None, map(spec.experts.of, spec.moe_layers))
+    each = (kind.kept_on_cpu(2 * width, hidden, dtype) + kind.kept_on_cpu(hidden, width, dtype) for kind in kinds)
+    return spec.num_experts * sum(each)
 
 
 def _bytes(kind: Kind, width: int, hidden: int) -> int:

@@ -50,13 +50,21 @@ class QuantisedLoader:
 
     Args:
         width: F.
+        dtype: in which they are served.
         advance: called with the bytes that were read.
     """
 
     def __init__(
-        self, tensors: Tensors, *, hidden: int, width: int, device: torch.device, advance: Callable[[int], None]
+        self,
+        tensors: Tensors,
+        *,
+        hidden: int,
+        width: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        advance: Callable[[int], None],
     ) -> None:
-        self._tensors, self._hidden, self._width = tensors, hidden, width
+        self._tensors, self._hidden, self._width, self._dtype = tensors, hidden, width, dtype
         self._device, self._advance = device, advance
         staged = STAGED_GPU_BYTES if device.type == "cuda" else STAGED_BYTES
         self._at_once = max(1, staged // (4 * 3 * hidden * width))
@@ -80,7 +88,7 @@ class QuantisedLoader:
             self._round(kind, w_in, w_down, slots, [ffns[slot] for slot in slots])
 
     def _take(self, w_in: QuantisedWeight, w_down: QuantisedWeight, slot: int, ffn: FfnNames) -> None:
-        gate, up, down = map(self._tensors.read_stored, (ffn.gate, ffn.up, ffn.down))
+        gate, up, down = (self._tensors.read_stored(name, self._dtype) for name in (ffn.gate, ffn.up, ffn.down))
         _put(w_in, slot, stack_rows(gate, up))
         _put(w_down, slot, down)
 

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Self
 
@@ -20,8 +21,9 @@ from torch.nn.functional import embedding, linear, silu
 
 from services.config import ExpertFormat
 from services.model.checkpoint import Checkpoint
+from services.model.held_experts import held_experts
 from services.model.load_spec import load_spec
-from services.model.names import EMBED, FINAL_NORM, LM_HEAD, FfnNames, TensorNames, dense_shapes, expert_shapes
+from services.model.names import EMBED, FINAL_NORM, LM_HEAD, FfnNames, TensorNames, dense_shapes
 from services.model.rope import inverse_frequencies
 from services.model.spec import ModelSpec
 
@@ -42,15 +44,17 @@ def in_integers(weight_OI: Tensor, bits: int, group: int) -> Tensor:
     scale that brings it there is rounded to float16 and is 2 ** -24 at least, unless all values are 0.
     """
     w_OI = weight_OI.float()
-    columns = w_OI.shape[1]
-    w_RC = w_OI.reshape(-1, group or columns)
-    largest_R = w_RC.abs().argmax(1)
-    extreme_R = w_RC[torch.arange(len(w_RC)), largest_R]
-    scale_R = extreme_R / -8 if bits == 4 else extreme_R.abs() / 127
-    scale_R = torch.where(scale_R.abs() < 2.0**-24, torch.sign(scale_R) * 2.0**-24, scale_R).half().float()
+    return torch.cat([_in_integers(w_OC, bits) for w_OC in torch.split(w_OI, group or w_OI.shape[1], dim=1)], dim=1)
+
+
+def _in_integers(w_OC: Tensor, bits: int) -> Tensor:
+    """Return what :func:`in_integers` makes of the columns of one group."""
+    extreme_O = w_OC[torch.arange(len(w_OC)), w_OC.abs().argmax(1)]
+    scale_O = extreme_O / -8 if bits == 4 else extreme_O.abs() / 127
+    scale_O = torch.where(scale_O.abs() < 2.0**-24, torch.sign(scale_O) * 2.0**-24, scale_O).half().float()
     lowest, highest = (-8, 7) if bits == 4 else (-127, 127)
-    code_RC = (w_RC / torch.where(scale_R == 0, 1.0, scale_R)[:, None]).round().clamp(lowest, highest)
-    return (code_RC * scale_R[:, None]).view_as(w_OI)
+    code_OC = (w_OC / torch.where(scale_O == 0, 1.0, scale_O)[:, None]).round().clamp(lowest, highest)
+    return code_OC * scale_O[:, None]
 
 
 def in_fp8(weight_OI: Tensor) -> Tensor:
@@ -107,13 +111,18 @@ class ReferenceModel:
         on_choice: Callable[[int, Tensor], None] = lambda _layer, _expert_TK: None,
         expert_format: ExpertFormat = "dense",
     ) -> Self:
-        """Read a checkpoint. Its experts are what ``expert_format`` makes of them; "dense" and "auto" round nothing."""
+        """Read a checkpoint. Its experts are what ``expert_format`` makes of them: "dense" and "auto" round nothing,
+        others nothing that the checkpoint has in just that form."""
         spec = load_spec(model_dir)
         with Checkpoint(model_dir, spec) as checkpoint:
             tensors = {name: checkpoint.read(name) for name in dense_shapes(spec)}
-            for name in expert_shapes(spec):
-                weight_OI = checkpoint.read(name)
-                tensors[name] = ROUNDED[expert_format](weight_OI) if expert_format in ROUNDED else weight_OI
+            held = held_experts(spec, expert_format, checkpoint.kind, model_dir)
+            for layer, expert in product(spec.moe_layers, range(spec.num_experts)):
+                ffn = TensorNames(spec.family).expert(layer, expert)
+                matrices = (ffn.gate, ffn.up, ffn.down)
+                kept = expert_format not in ROUNDED or {*map(checkpoint.kind, matrices)} == {held.of(layer)}
+                made = (lambda weight_OI: weight_OI) if kept else ROUNDED[expert_format]
+                tensors |= {name: made(checkpoint.read(name)) for name in matrices}
             return cls(spec, tensors, on_choice)
 
     def logits(self, token_ids: Sequence[int]) -> Tensor:

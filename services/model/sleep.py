@@ -185,8 +185,8 @@ class _Remembering:
     def kind(self, name: str) -> Kind | None:
         return self.tensors.kind(name)
 
-    def read_stored(self, name: str) -> QuantisedWeight:
-        return self.tensors.read_stored(name)
+    def read_stored(self, name: str, dtype: torch.dtype) -> QuantisedWeight:
+        return self.tensors.read_stored(name, dtype)
 
     def nbytes(self, names: Iterable[str]) -> int:
         return self.tensors.nbytes(names)

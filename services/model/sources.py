@@ -88,7 +88,8 @@ def promised_kinds(spec: ModelSpec) -> Callable[[str], Kind | None]:
         said, scheme = choice.of(aliases(module, spec.family), free=False)
         if said != "quantised" or scheme.problem(shape):
             return None
-        parts = {part: stored for part, stored in scheme.layouts(module, shape)[0].items() if not stored.optional}
+        layout = scheme.layouts(module, shape)[0].items()
+        parts = {part: stored for part, stored in layout if stored.promised or not stored.optional}
         return stored_kind(scheme, shape, parts, {"scales": "BF16"})
 
     return promised

@@ -40,8 +40,9 @@ class Tensors(Protocol):
     def kind(self, name: str) -> Kind | None:
         """Return the form in which a weight can be held as it is stored; None: as numbers, or rounded."""
 
-    def read_stored(self, name: str) -> QuantisedWeight:
-        """Return a weight that has a :meth:`kind`, as the only expert. Raises CheckpointError."""
+    def read_stored(self, name: str, dtype: torch.dtype) -> QuantisedWeight:
+        """Return a weight that has a :meth:`kind`, as the only expert, to be served in ``dtype``. Raises
+        CheckpointError."""
 
     def nbytes(self, names: Iterable[str]) -> int:
         """Return how many bytes they are before they are put anywhere."""
@@ -99,8 +100,10 @@ class StoredTensors:
     def kind(self, name: str) -> Kind | None:
         return self.checkpoint.kind(name)
 
-    def read_stored(self, name: str) -> QuantisedWeight:
-        return self.checkpoint.read_stored(name)
+    def read_stored(self, name: str, dtype: torch.dtype) -> QuantisedWeight:
+        found = self.checkpoint.read_stored(name, dtype)
+        self.checkpoint.check_unchanged({entry.file for entry in self.checkpoint.entries(name)})
+        return found
 
     def nbytes(self, names: Iterable[str]) -> int:
         return self.checkpoint.nbytes(names)
@@ -164,7 +167,8 @@ class RandomTensors:
         del name
         return None
 
-    def read_stored(self, name: str) -> QuantisedWeight:
+    def read_stored(self, name: str, dtype: torch.dtype) -> QuantisedWeight:
+        del dtype
         raise AssertionError(f"{name} is drawn, not stored")
 
     def nbytes(self, names: Iterable[str]) -> int:

@@ -128,7 +128,12 @@ def load_experts(
 
         def write(tensors: Tensors, advance: Callable[[int], None]) -> None:
             loader = QuantisedLoader(
-                tensors, hidden=spec.hidden_size, width=spec.expert_ffn, device=device, advance=advance
+                tensors,
+                hidden=spec.hidden_size,
+                width=spec.expert_ffn,
+                dtype=dtype,
+                device=device,
+                advance=advance,
             )
             for layer, (kind, w_in, w_down) in held.items():
                 loader.load(kind, w_in, w_down, ffns[layer])

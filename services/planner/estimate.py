@@ -96,7 +96,7 @@ def held_bytes(spec: ModelSpec) -> tuple[int, int]:
     return _WEIGHT_BYTES * weights(spec)[0], expert_bytes(spec, _WEIGHT_BYTES)
 
 
-def _usual_kind(spec: ModelSpec) -> str:
+def usual_kind(spec: ModelSpec) -> str:
     """Return how the experts of most layers are held."""
     kinds = [str(spec.experts.of(layer) or "") for layer in spec.moe_layers]
     return max(sorted(set(kinds)), key=kinds.count)
@@ -158,7 +158,7 @@ def _mode(spec: ModelSpec, given: Namespace, tokens: int) -> Mode:
         layers=layers,
         weight_bytes=_WEIGHT_BYTES,
         experts_held=expert_bytes(spec, _WEIGHT_BYTES) / layers,
-        experts_time=EXPERT_TIMES.get(_usual_kind(spec), ()),
+        experts_time=EXPERT_TIMES.get(usual_kind(spec), ()),
         dense_weights=(weights(spec)[0] - _looked_up(spec))
         // layers,  # with a share of head and layers without experts
     )

@@ -23,7 +23,7 @@ from services.model.spec import ModelSpec
 from services.placement import DoesNotFit, counted, parallel_plan
 from services.planner import trace as plan_trace
 from services.planner.command import command, layout_of
-from services.planner.estimate import Row, between, exchanges, held_bytes, inside, kv_bytes, row, weights
+from services.planner.estimate import Row, between, exchanges, held_bytes, inside, kv_bytes, row, usual_kind, weights
 from services.planner.figures import (
     ACROSS_GB,
     ACROSS_US,
@@ -47,6 +47,7 @@ _PREFILL = (
     "from about 100 rows on, as in prefill (docs/models.md)."
 )
 _UNMEASURED = "Layers of experts in {} were not measured: times are those of 16 bits, memory is theirs."
+_MIXED = "Most layers of experts are in {}: times are theirs, memory is that of each layer."
 _LARGE_STEPS = f" Steps of more than {SHARED_ROWS} tokens go to experts by NCCL or TCP, not through shared memory."
 _INSTALL = "Run in a clone of expertmesh (docs/kubernetes-operations.md says what the cluster needs):"
 
@@ -205,8 +206,7 @@ def _report(spec: ModelSpec, settings: Settings, given: Namespace, rows: Rows) -
         yield f"The checkpoint is quantised ({spec.quantisation.method}); {counted_so}."
     yield _table(given, rows, best)
     yield _recommended(given, rows, best)
-    if spec.experts.label:
-        yield _PREFILL if spec.experts.label in EXPERT_TIMES else _UNMEASURED.format(spec.experts.label)
+    yield from _expert_times(spec)
     yield _PROMPTS + _LARGE_STEPS * (layout_of(best, given) == "disaggregated")
     yield _memory(given, best)
     yield "Run:" if given.nodes == 1 else _INSTALL
@@ -216,6 +216,17 @@ def _report(spec: ModelSpec, settings: Settings, given: Namespace, rows: Rows) -
     if given.batches or given.block:
         yield _expertflow(spec, given)
     yield from _assumed(spec, given, best).lines()
+
+
+def _expert_times(spec: ModelSpec) -> Iterator[str]:
+    """Yield what experts that are held quantised were taken to be as fast as."""
+    if not spec.experts.label:
+        return
+    usual = usual_kind(spec)
+    if usual != spec.experts.label:
+        yield _MIXED.format(usual or "16 bits")
+    if usual:
+        yield _PREFILL if usual in EXPERT_TIMES else _UNMEASURED.format(usual)
 
 
 def _title(spec: ModelSpec, settings: Settings, given: Namespace) -> str:

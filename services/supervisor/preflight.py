@@ -16,7 +16,7 @@ from services.attention.setup.batch_size import BatchSize, batch_size
 from services.attention.setup.capacity import USUAL_KV_GIB, Capacity, capacity
 from services.config import Settings
 from services.errors import ConfigError
-from services.model.held_experts import expert_bytes, held_experts
+from services.model.held_experts import expert_bytes, held_experts, kept_on_cpu
 from services.model.load_spec import load_spec, tokenizer_file
 from services.model.names import dense_shapes, expert_shapes
 from services.model.sources import kind_of
@@ -32,9 +32,9 @@ EXPERT_WORKER_SPARE = 2 << 30
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Preview:
-    """What the server will use. Sizes in bytes; ``expert_format`` is empty where experts are dense. ``kv_bytes`` and
-    ``room`` are those of one attention worker, None where it measures its GPU first; ``size`` is None where only the
-    worker knows its GPU."""
+    """What the server will use. Sizes in bytes; ``expert_format`` is empty where experts are dense, and ``kept_bytes``
+    what a CPU keeps at most beside others. ``kv_bytes`` and ``room`` are those of one attention worker, None where it
+    measures its GPU first; ``size`` is None where only the worker knows its GPU."""
 
     device: str
     dtype: str
@@ -42,6 +42,7 @@ class Preview:
     expert_parameters: int
     expert_format: str
     weight_bytes: int
+    kept_bytes: int
     room: Capacity | None
     kv_bytes: int | None
     size: BatchSize | None
@@ -52,15 +53,25 @@ class Preview:
     def lines(self) -> list[str]:
         """Return what a user wants to know before the first request."""
         held = f", held in {self.expert_format}" if self.expert_format else ""
+        more = f", up to {_size(self.kept_bytes)} more once all experts were used" if self.kept_bytes else ""
         return [
             f"device {self.device}, {self.dtype}: {_count(self.parameters)} parameters, "
-            f"{_count(self.expert_parameters)} of them in experts{held} ({_size(self.weight_bytes)} of weights)",
+            f"{_count(self.expert_parameters)} of them in experts{held} ({_size(self.weight_bytes)} of weights{more})",
+            *self._kept_lines(),
             *self._kv_lines(),
         ]
 
     def shares(self, settings: Settings) -> list[dict[str, object]]:
         """Return, for each worker, the settings by which those on one GPU divide its memory."""
         return gpu_shares(settings, gpus=self.gpus, expert_worker_bytes=self.expert_worker_bytes)
+
+    def _kept_lines(self) -> list[str]:
+        if not self.kept_bytes:
+            return []
+        return [
+            f"experts held in {self.expert_format}: on a CPU what their products take is made as they are used, and "
+            f"kept, which takes up to {_size(self.kept_bytes)} more"
+        ]
 
     def _kv_lines(self) -> list[str]:
         batch = "" if self.size is None else f"; up to {self.size.max_num_seqs} requests per batch (--max-num-seqs)"
@@ -109,6 +120,7 @@ def preflight(settings: Settings, find: Callable[[], Gpus] = find_gpus) -> Previ
         expert_parameters=experts,
         expert_format=held.label,
         weight_bytes=dense * _BYTES[dtype] + expert_nbytes,
+        kept_bytes=kept_on_cpu(spec, dtype) if device == "cpu" else 0,
         room=room,
         kv_bytes=blocks and blocks * settings.block_size * spec.kv_bytes(_BYTES[dtype]),
         size=batch_size(

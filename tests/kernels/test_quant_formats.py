@@ -227,6 +227,19 @@ BAD: dict[str, Callable[[], object]] = {
     "must be finite torch.bfloat16, found NaN": partial(a_weight, scales=with_one(torch.nan, torch.bfloat16)),
     "must be finite torch.float16": partial(a_weight, scales=with_one(1e9, torch.float16)),
     r"E8M0's NaN \(255\)": partial(a_weight, scales=with_one(255, torch.uint8), bits=4, codes="e2m1"),
+    "must be finite in float32, found 32 others: the largest scale is 1e": partial(
+        a_weight, codes_EOI=torch.full((1, 2, 64), 0x7E, dtype=torch.uint8), codes="e4m3", scales=with_one(1e37)
+    ),
+    r"must be finite in float32, found 32 others: the largest scale is 1\.7": partial(
+        a_weight,
+        codes_EOI=torch.full((1, 2, 64), 7, dtype=torch.uint8),
+        scales=with_one(254, torch.uint8),
+        bits=4,
+        codes="e2m1",
+    ),
+    r"must be finite in float32, found 32 others: the largest scale is 3e\+38": partial(
+        a_weight, scales=with_one(3e38)
+    ),
     "found 1 times e4m3's NaN": partial(
         a_weight,
         codes_EOI=torch.tensor([1] * 63 + [255], dtype=torch.uint8).expand(1, 1, 64),
@@ -248,6 +261,11 @@ BAD: dict[str, Callable[[], object]] = {
     ),
     r"1 of them, for instance \[9.99.*e-13\]": partial(scales_as, with_one(1e-12), torch.float16),
 }
+
+
+def test_a_large_scale_may_have_small_codes() -> None:
+    q = a_weight(scales=with_one(254, torch.uint8), bits=4, codes="e2m1")
+    assert dequantize_experts(q)[0, 1, 63] == 2.0**126
 
 
 @pytest.mark.parametrize("words", BAD)

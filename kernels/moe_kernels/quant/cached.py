@@ -1,12 +1,14 @@
 """One expert's product on a CPU: from a form that torch's own kernels take, made when the expert is first hit and kept.
 
 Bfloat16 rows meet int4, and int8 per channel, in torch's weight-only products, which sum in float32 and do not round
-the rows; scales are bfloat16 there. Everything else is multiplied by the expert's numbers in the rows' dtype.
+the rows; scales are bfloat16 there. Everything else is multiplied by the expert's numbers in the rows' dtype: once all
+experts were hit, these take the memory of a dense weight, beside the codes.
 Legend: N rows, O and I features, G groups.
 """
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Final
 
@@ -18,7 +20,7 @@ from moe_kernels.quant.packing import unpack, values
 from moe_kernels.quant.weight import QuantisedWeight
 
 SHARE: Final = 9 / 8
-"""Of a weight's bytes, what its forms may take: all int4 ones fit, whose scales take twice the bytes."""
+"""Of a weight's bytes, what forms of codes may take: all int4 ones fit, whose scales take twice the bytes."""
 _INT4_GROUPS: Final = (256, 128, 64, 32)
 """Columns that may share a scale in torch's int4 product."""
 _INT4_ROWS: Final = 16
@@ -26,24 +28,39 @@ _INT4_ROWS: Final = 16
 
 
 def expert_product(q: QuantisedWeight, expert: int, x_NI: Tensor) -> Tensor:
-    """``x_NI w[expert]^T`` in x's dtype."""
-    written = tuple(0 if part.is_inference() else part._version for part in q.tensors().values())
-    make = partial(_form, q, expert, x_NI.dtype)
-    return q.forms.get((expert, x_NI.dtype), written, SHARE * q.nbytes, make).product(x_NI)
+    """``x_NI w[expert]^T`` in x's dtype. Of tensors of inference mode nothing is kept: no one counts writes to them."""
+    parts, dtype = q.tensors().values(), x_NI.dtype
+    if any(part.is_inference() for part in parts):
+        return _form(q, expert, dtype).product(x_NI)
+    most_bytes = SHARE * q.nbytes if _meets_codes(q, dtype) else math.prod(q.shape) * dtype.itemsize
+    written = tuple(part._version for part in parts)
+    return q.forms.get((expert, dtype), written, most_bytes, partial(_form, q, expert, dtype)).product(x_NI)
+
+
+def _meets_codes(q: QuantisedWeight, dtype: torch.dtype) -> bool:
+    """Whether torch has a product of rows in ``dtype`` with the codes."""
+    if dtype != torch.bfloat16 or q.codes != "int" or q.scale_rows != 1 or q.order is not None:
+        return False
+    if q.bits == 8:
+        return q.group == 0 and q.zeros is None
+    return _int4_group(q) > 0 and q.shape[1] % _INT4_ROWS == 0
+
+
+def _int4_group(q: QuantisedWeight) -> int:
+    """The columns that share a scale in torch's product; 0 if it has none of that size."""
+    return next((size for size in _INT4_GROUPS if (q.group or size) == size and q.in_features % size == 0), 0)
 
 
 def _form(q: QuantisedWeight, expert: int, dtype: torch.dtype) -> Form:
     one = q.experts(expert, expert + 1)
-    if dtype == torch.bfloat16 and one.codes == "int" and one.scale_rows == 1 and one.order is None:
-        group = next((size for size in _INT4_GROUPS if (one.group or size) == size and one.in_features % size == 0), 0)
-        if one.bits == 4 and group and one.shape[1] % _INT4_ROWS == 0:
-            return _int4_form(one, group)
-        if one.bits == 8 and one.group == 0 and one.zeros is None:
-            codes_OI = (one.packed[0] ^ 128).view(torch.int8)
-            scales_O = one.scales[0, :, 0].bfloat16()
-            return Form(partial(_int8_product, codes_OI, scales_O), codes_OI.nbytes)
-    w_OI = values(one)[0].to(dtype)
-    return Form(partial(_dense_product, w_OI), w_OI.nbytes)
+    if not _meets_codes(q, dtype):
+        w_OI = values(one)[0].to(dtype)
+        return Form(partial(_dense_product, w_OI), w_OI.nbytes)
+    if q.bits == 4:
+        return _int4_form(one, _int4_group(q))
+    codes_OI = (one.packed[0] ^ 128).view(torch.int8)
+    scales_O = one.scales[0, :, 0].bfloat16()
+    return Form(partial(_int8_product, codes_OI, scales_O), codes_OI.nbytes)
 
 
 def _int4_form(one: QuantisedWeight, group: int) -> Form:

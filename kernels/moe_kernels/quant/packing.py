@@ -17,6 +17,7 @@ from moe_kernels.quant.weight import QuantisedWeight
 
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _E4M3_NAN = 0x7F
+_E4M3_LARGEST = 448.0
 _E8M0_NAN = 255
 
 
@@ -86,7 +87,7 @@ def from_codes(
 
 
 def check_values(weight: QuantisedWeight) -> None:
-    """Every code and scale is a number, and no scale is 0. Offline: it reads them.
+    """Every code, scale and product of them is a number in float32, and no scale is 0. Offline: it reads them.
 
     Raises:
         ArgumentError: names the format, the shape and what was found.
@@ -94,6 +95,7 @@ def check_values(weight: QuantisedWeight) -> None:
     of = f"of {weight.format} weights of shape {weight.shape}"
     if weight.codes == "e2m1":
         require(not bool((weight.scales == _E8M0_NAN).any()), f"scales {of} must be numbers, found E8M0's NaN (255)")
+        _check_products(weight, of)
         return
     scales = weight.scales.float()
     require(bool(scales.isfinite().all()), f"scales {of} must be finite {weight.scales.dtype}, found NaN or infinity")
@@ -101,6 +103,18 @@ def check_values(weight: QuantisedWeight) -> None:
     if weight.codes == "e4m3":
         nan = (weight.packed & 0x7F) == _E4M3_NAN
         require(not bool(nan.any()), f"codes {of} must be numbers, found {int(nan.sum())} times e4m3's NaN")
+    _check_products(weight, of)
+
+
+def _check_products(weight: QuantisedWeight, of: str) -> None:
+    """Codes are multiplied only where the largest scale times the largest code is not finite."""
+    scales = _float_scales(weight)
+    largest = {"e4m3": _E4M3_LARGEST, "e2m1": max(E2M1_VALUES)}.get(weight.codes, 1 << weight.bits)
+    if not scales.numel() or bool((scales.abs().max() * largest).isfinite()):
+        return
+    infinite = ~values(weight).isfinite()
+    found = f"found {int(infinite.sum())} others: the largest scale is {float(scales.abs().max()):g}"
+    require(not bool(infinite.any()), f"codes times scales {of} must be finite in float32, {found}")
 
 
 def scales_as(scales: Tensor, dtype: torch.dtype) -> Tensor:

@@ -8,20 +8,28 @@ from torch import Tensor
 from moe_kernels import ArgumentError, QuantisedWeight, from_codes
 from services.errors import CheckpointError
 from services.model.dequantised.formats import scaled
-from services.model.dequantised.parts import Part, Parts, Scaled, equal_groups
-from services.model.expert_format import Kind
+from services.model.dequantised.parts import HINT, Part, Parts, Scaled, equal_groups
+from services.model.dequantised.values import pieces
+from services.model.expert_format import KINDS, Kind
 from services.model.quantised.stored import LinearFormat, Shape
 
+_LARGEST = {"e4m3": 448.0, "e2m1": 6.0}
+"""Of the numbers that codes mean; of whole numbers, less their zero points, 2 ** bits is more than any."""
 
-def as_stored(scheme: LinearFormat, parts: Parts, shape: Shape, kind: Kind) -> QuantisedWeight:
-    """Return the weight ``[N, K]``, as the only expert of a weight of ``kind``.
+
+def as_stored(scheme: LinearFormat, parts: Parts, shape: Shape, kind: Kind, dtype: torch.dtype) -> QuantisedWeight:
+    """Return the weight ``[N, K]``, as the only expert of a weight of ``kind`` that is served in ``dtype``.
 
     Raises:
-        CheckpointError: codes, scales, zero points or the order of columns are not such that ``kind`` has each value.
+        CheckpointError: codes, scales, zero points or the order of columns are not such that ``kind`` has each value,
+            or a value is not finite in ``dtype``.
     """
     weight = scaled(scheme, parts, shape)
+    most = float(weight.scales_NG.abs().max()) * _LARGEST.get(kind.codes, 1 << kind.bits)
+    if most > min(torch.finfo(dtype).max, torch.finfo(torch.float32).max):
+        _check_finite(scheme, parts, shape, dtype)
     if not torch.equal(weight.group_K, equal_groups(shape[1], kind.group or shape[1])):
-        raise _inexact(parts.get("order", parts["codes"]), f"columns in groups of {kind.group}", "another order")
+        raise _inexact(kind, parts.get("order", parts["codes"]), f"columns in groups of {kind.group}", "another order")
     codes_NK, zeros_NG = _whole(weight, parts, kind) if kind.codes == "int" else (weight.codes_NK, None)
     scales_NG = weight.scales_NG
     if kind.scale_type == "uint8":
@@ -40,7 +48,7 @@ def as_stored(scheme: LinearFormat, parts: Parts, shape: Shape, kind: Kind) -> Q
     except ArgumentError as error:
         raise CheckpointError(
             f'{parts["codes"].file}: "{parts["codes"].name}" cannot be held as it is stored: {error}.',
-            hint="Download the file again, or quantise the model again.",
+            hint=HINT,
         ) from error
 
 
@@ -54,17 +62,33 @@ def _whole(weight: Scaled, parts: Parts, kind: Kind) -> tuple[Tensor, Tensor | N
     zeros_NG = zeros_NG.expand(codes_NK.shape[0], -1)
     for name, numbers in (("codes", codes_NK), ("zeros", zeros_NG)):
         if numbers.numel() and not 0 <= int(numbers.min()) <= int(numbers.max()) < 2 * half:
-            raise _inexact(parts.get(name, parts["codes"]), f"integers of {kind.bits} bits", "larger ones")
+            raise _inexact(kind, parts.get(name, parts["codes"]), f"integers of {kind.bits} bits", "larger ones")
     if kind.zeros:
         return codes_NK.to(torch.uint8), zeros_NG.expand(-1, weight.scales_NG.shape[1]).to(torch.uint8)
     if not (zeros_NG == half).all():
-        raise _inexact(parts.get("zeros", parts["codes"]), f"the zero point {half} alone", "others")
+        raise _inexact(kind, parts.get("zeros", parts["codes"]), f"the zero point {half} alone", "others")
     return codes_NK.to(torch.uint8), None
 
 
-def _inexact(part: Part, expected: str, found: str) -> CheckpointError:
+def _check_finite(scheme: LinearFormat, parts: Parts, shape: Shape, dtype: torch.dtype) -> None:
+    """Raise CheckpointError where a value is not finite in ``dtype``; :func:`pieces` finds those not in float32."""
+    for first, piece in pieces(scheme, parts, shape):
+        large_NK = ~piece.to(dtype).isfinite()
+        if large_NK.any():
+            row, column = (int(index) for index in large_NK.nonzero()[0])
+            raise CheckpointError(
+                f'{parts["codes"].file}: "{parts["codes"].name}" times its scales must be finite in '
+                f"{str(dtype).removeprefix('torch.')}, found {float(piece[row, column]):g} in row {first + row}, "
+                f"column {column}.",
+                hint="Serve it with --dtype bfloat16 or float32.",
+            )
+
+
+def _inexact(kind: Kind, part: Part, expected: str, found: str) -> CheckpointError:
+    """The other formats dequantise the weight, and round it if they are not "dense"."""
+    *others, last = ("dense", *(name for name, other in KINDS.items() if str(other) != str(kind)))
     return CheckpointError(
         f'{part.file}: tensor "{part.name}" must hold {expected} for its weight to be held as it is stored, found '
         f"{found}.",
-        hint="Serve it with --expert-format dense.",
+        hint=f"Serve it with --expert-format {', '.join(others)} or {last}.",
     )

@@ -43,7 +43,8 @@ _STRATEGIES: dict[str, Strategy] = {"tensor": "tensor", "channel": "channel", "g
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Compressed:
-    """``rows`` and ``columns`` are those of a block (strategy "block"); ``columns`` alone those of a group."""
+    """``rows`` and ``columns`` are those of a block (strategy "block"); ``columns`` alone those of a group.
+    ``sorts``: config.json has columns in groups of an order of their own."""
 
     codes: Codes
     bits: int
@@ -51,6 +52,7 @@ class Compressed:
     rows: int = 0
     columns: int = 0
     zeros: bool = False
+    sorts: bool = False
 
     @property
     def label(self) -> str:
@@ -81,7 +83,8 @@ class Compressed:
         if self.codes == "packed":
             layout["codes"] = stored("weight_packed", "I32", at=((rows, self._words(columns)),))
             layout["shape"] = stored("weight_shape", "I64", "I32", at=((2,),), optional=True)
-            layout["order"] = stored("weight_g_idx", "I32", "I64", at=((columns,),), optional=True)
+            order = stored("weight_g_idx", "I32", "I64", at=((columns,),), optional=True)
+            layout["order"] = dataclasses.replace(order, promised=self.sorts)
         else:
             layout["codes"] = stored("weight", "F8_E4M3" if self.codes == "fp8" else "I8", at=(shape,))
         if self.zeros and self.codes == "packed" and self.strategy != "tensor":
@@ -184,7 +187,13 @@ def _scaled(weights: ConfigFile, codes: Codes, bits: int) -> Compressed:
         rows, columns = _block(weights)
     symmetric = weights.flag("symmetric", default=True) or codes == "fp8"
     return Compressed(
-        codes=codes, bits=bits, strategy=_STRATEGIES[strategy], rows=rows, columns=columns, zeros=not symmetric
+        codes=codes,
+        bits=bits,
+        strategy=_STRATEGIES[strategy],
+        rows=rows,
+        columns=columns,
+        zeros=not symmetric,
+        sorts=weights.values.get("actorder") in (True, "group", "dynamic"),
     )
 
 

@@ -19,12 +19,14 @@ WORD_BITS = 32
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stored:
     """One tensor on disk. ``select`` picks what belongs to this linear layer where several share the tensor, and
-    ``share`` is how many do. Without an ``optional`` one the layer is complete."""
+    ``share`` is how many do. Without an ``optional`` one the layer is complete, though config.json may have it
+    ``promised``."""
 
     name: str
     types: tuple[str, ...]
     shapes: tuple[Shape, ...]
     optional: bool = False
+    promised: bool = False
     select: tuple[int | slice, ...] = ()
     share: int = 1
 

@@ -206,6 +206,13 @@ def test_the_table_has_both_sides_and_their_ratio() -> None:
     assert lines[-1].split() == ["step", "2", "ms", "1", "ms", "3", "ms", "4", "ms", "4", "ms", "4", "ms", "0.50"]
 
 
+def test_the_report_says_how_experts_were_held() -> None:
+    """Random weights are not held as those of a quantised checkpoint are."""
+    found = report([], [], "expertmesh")
+    sides = {"expertmesh": {"version": "1", "dtype": "float32", "experts": "fp8-128x128"}}
+    assert "expertmesh: 1, float32, experts fp8-128x128" in text(replace(found, sides=sides)).splitlines()
+
+
 @pytest.mark.parametrize(
     ("ours", "theirs", "line"),
     [

@@ -120,6 +120,17 @@ def test_rounded_while_they_are_loaded(plain: Path, expert_format: ExpertFormat,
     assert spec.weights.endswith(f"+{kind}")
 
 
+@pytest.mark.parametrize("expert_format", [form for form in FORMS if form != "fp8"])
+def test_the_last_group_may_have_fewer_columns(tmp_path: Path, expert_format: ExpertFormat) -> None:
+    """Whose scale is its own: it shares none with the next row. FP8 has rows in multiples of 128."""
+    folder = save_checkpoint(tmp_path, "qwen3_moe", **WIDE | {"hidden_size": 144, "moe_intermediate_size": 208})
+    spec = served(folder, expert_format)
+    experts = loaded(folder, spec)[0]
+    w_in, w_down = expected(folder, spec, 0, expert_format)
+    assert torch.equal(values(experts.w_gate_up_E2FD), w_in)
+    assert torch.equal(values(experts.w_down_EDF), w_down)
+
+
 def test_a_share_in_another_order_has_the_same_codes(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where experts are read one at a time."""
     spec = served(plain, "int4")
@@ -171,6 +182,9 @@ def test_integers_of_another_form_are_dequantised_and_rounded(plain: Path, tmp_p
 def test_asked_for_what_the_checkpoint_has_nothing_is_rounded_again(plain: Path, tmp_path: Path) -> None:
     folder = quantise(plain, tmp_path, STORED["ct-int4-g128"][0]).folder
     assert served(folder, "int4") == served(folder, "auto")
+    tokens = [5, 9, 200, 31]
+    stored, asked = (ReferenceModel.load(folder, expert_format=form).logits(tokens) for form in ("dense", "int4"))
+    assert torch.equal(stored, asked), "the oracle, too"
 
 
 def test_a_layer_whose_experts_are_not_all_stored_alike_is_dense(plain: Path, tmp_path: Path) -> None:
@@ -255,11 +269,19 @@ def test_zero_points_that_config_json_does_not_promise_are_found(plain: Path, tm
     with pytest.raises(CheckpointError) as refused:
         loaded(folder, served(folder, "auto"))
     assert f'"{name}" must hold the zero point 8 alone for its weight to be held as it is stored' in str(refused.value)
-    assert "Serve it with --expert-format dense." in str(refused.value)
+    assert "Serve it with --expert-format dense, int8, " in str(refused.value)
     loaded(folder, served(folder, "dense"))
 
 
-def test_digests_are_of_what_is_held(plain: Path, tmp_path: Path) -> None:
+def digests_told(caplog: pytest.LogCaptureFixture, folder: Path, spec: ModelSpec) -> str:
+    """The command that the log has for digests that are not there."""
+    caplog.clear()
+    caplog.set_level("INFO")
+    assert read_digests(folder, spec, "float32") is None
+    return caplog.messages[0].split("`")[1]
+
+
+def test_digests_are_of_what_is_held(plain: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = quantise(plain, tmp_path, STORED["ct-int4-g128"][0]).folder
     specs = {name: served(folder, name) for name in ("auto", "int8", "dense")}
     write_digests(folder)
@@ -271,6 +293,10 @@ def test_digests_are_of_what_is_held(plain: Path, tmp_path: Path) -> None:
     assert found is not None
     assert found.experts == "int8-channel"
     renamed = dataclasses.replace(specs["int8"], experts=specs["auto"].experts)
+    assert digests_told(caplog, folder, specs["dense"]) == "expertmesh digests FOLDER --expert-format dense"
+    assert digests_told(caplog, folder, served(folder, "fp8")) == "expertmesh digests FOLDER --expert-format fp8"
+    digests_file(folder, specs["auto"]).unlink()
+    assert digests_told(caplog, folder, specs["auto"]).endswith("digests FOLDER --expert-format int4")
     digests_file(folder, specs["int8"]).rename(digests_file(folder, renamed))
     assert read_digests(folder, renamed, "float32") is None
 

@@ -364,6 +364,18 @@ def test_a_checkpoint_in_a_form_that_kernels_take_is_counted_so(said: Callable[.
     assert "61.1 GB in bfloat16;" in said(folder, "--gpus", "1", "--expert-format", "dense")
 
 
+def test_layers_that_are_held_apart_are_told_by_what_most_are(said: Callable[..., str], tmp_path: Path) -> None:
+    """Times are those of most layers, and the text says so."""
+    group = {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}}
+    quantised = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"g": group}}
+    quantised["ignore"] = ["model.layers.0.mlp.experts.3.down_proj"]
+    text = said(str(config_of(tmp_path, QWEN3_30B | {"quantization_config": quantised})), "--gpus", "1")
+    assert "experts in dense.int4-g128-" in text
+    assert "Most layers of experts are in int4-g128: times are theirs, memory is that of each layer." in text
+    assert "slower than 16 bits from about 100 rows on" in text
+    assert "were not measured" not in text
+
+
 def test_a_cluster_gets_the_format_for_all_its_workers(said: Callable[..., str], big: str) -> None:
     words = run_line(said(big, "--gpus", "4", "--nodes", "2", "--expert-format", "int8"))
     assert "config.expert_format=int8" in words[-1].split(",")

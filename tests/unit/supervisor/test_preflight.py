@@ -103,6 +103,21 @@ def test_experts_are_counted_as_they_are_held(folder: Path) -> None:
         _preflight(folder, expert_format="fp8")
 
 
+def test_what_a_cpu_keeps_beside_quantised_experts_is_said(folder: Path) -> None:
+    """Numbers in float32 here, as large as dense experts; a GPU keeps nothing, nor does a CPU of dense ones."""
+    dense, held = (_preflight(folder, **more) for more in ({}, {"expert_format": "int8"}))
+    assert held.kept_bytes == 4 * held.expert_parameters
+    first, second, *_ = held.lines()
+    kept = f"{held.kept_bytes / 2**20:.3g} MiB"
+    assert f"of weights, up to {kept} more once all experts were used)" in first
+    assert second == (
+        "experts held in int8-channel: on a CPU what their products take is made as they are used, and kept, which "
+        f"takes up to {kept} more"
+    )
+    assert (dense.kept_bytes, len(dense.lines())) == (0, len(held.lines()) - 1)
+    assert _preflight(folder, TWO, expert_format="int8").kept_bytes == 0
+
+
 def test_it_agrees_with_the_engine_on_the_kv_cache(folder: Path) -> None:
     import torch
 
