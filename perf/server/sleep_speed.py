@@ -51,8 +51,8 @@ class Written:
 
     written: ModelSpec
 
-    def spec(self, folder: Path) -> ModelSpec:
-        del folder
+    def spec(self, folder: Path, expert_format: ExpertFormat) -> ModelSpec:
+        del folder, expert_format
         return self.written
 
     def open(self, folder: Path, spec: ModelSpec, device: torch.device) -> AbstractContextManager[Tensors]:
