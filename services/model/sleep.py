@@ -119,7 +119,7 @@ def _empty_caches(devices: Iterable[torch.device]) -> None:
 def collect_garbage() -> None:
     """Give the memory of all that nobody refers to any more back to the system."""
     gc.collect()
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         _empty_caches([torch.device("cuda", torch.cuda.current_device())])
 
 
