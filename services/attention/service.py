@@ -27,18 +27,18 @@ from services.config import ATTENTION, Settings
 from services.messages import WorkerInfo, WorkerLoad
 from services.metrics import VllmNames, WorkerMetrics, of_worker
 from services.model.device import show_memory
-from services.model.sleep import RememberedWeights
+from services.model.sleep import RememberedWeights, collect_garbage
 from services.model.weight_source import FromCheckpoint
 from services.queue.clock import RedisClock
 from services.queue.keys import Keys
 from services.queue.limits import QueueLimits
 from services.queue.loads import LoadNotes
 from services.queue.quarantine import Quarantine
-from services.queue.sleep import SleepFollower, SleepNotes, until_awake
+from services.queue.sleep import SleepFollower, SleepNotes, Start
 from services.queue.tables import TableReader
 from services.queue.worker_side import WorkerQueue
 from services.runtime import CRASHED, in_daemon, incarnation
-from services.runtime.tasks import end_tasks, first_done, unless_stopped
+from services.runtime.tasks import end_tasks, first_done, forget_frames, unless_stopped
 from services.runtime.tracing import Tracer
 from services.wire import WIRE
 
@@ -52,13 +52,17 @@ SHARED_PAUSE_S = 0.5
 log = logging.getLogger(__name__)
 
 
+class SleepOrdered(Exception):
+    """The model is to sleep before this worker could load all that it needs."""
+
+
 class AttentionService:
     """Loads the model, serves requests until it is stopped, and drains.
 
     Args:
         registry: gets the worker's series.
         colocated: an expert worker runs in this process, on the same device.
-        experts_missing: says what that one waits for; nothing once its experts are loaded.
+        experts_loaded: says whether that one has loaded its experts, or never will.
     """
 
     _buffer_tokens: ClassVar[int | None] = BUFFER_TOKENS
@@ -70,12 +74,12 @@ class AttentionService:
         registry: CollectorRegistry,
         *,
         colocated: bool = False,
-        experts_missing: Callable[[], Sequence[str]] = lambda: (),
+        experts_loaded: Callable[[], bool] = lambda: True,
         tracer: Tracer | None = None,
     ) -> None:
         self._settings = settings
         self._redis = redis
-        self._experts_missing = experts_missing
+        self._experts_loaded = experts_loaded
         self._colocated, self._tracer = colocated, tracer
         self._clock, self._id = RedisClock(redis), incarnation()
         self._metrics = WorkerMetrics(registry)
@@ -86,31 +90,51 @@ class AttentionService:
         self._queue = WorkerQueue(redis, self._keys, self._limits, quarantine=self._quarantine)
         self._notes: SleepNotes | None = None
         self._weights: RememberedWeights | None = None
+        self._start: Start | None = None
+        self._noting: asyncio.Future[None] | None = None
+        self._follower: SleepFollower | None = None
         self._waits = False
         if settings.enable_sleep_mode:
             self._notes = SleepNotes(redis, self._keys, worker=self._id, lease_s=settings.lease, limits=self._limits)
-            self._weights = RememberedWeights(FromCheckpoint())
+            self._start = Start(self._notes)
         self._worker: AttentionWorker | None = None
         self._experts: TableFollower | None = None
 
     async def run(self, metrics_url: str, stop: asyncio.Event) -> None:
         """Load, serve until ``stop``, drain."""
-        await unless_stopped(self._until_awake(), stop)
+        if self._start is None:
+            await self._load_and_serve(metrics_url, stop)
+            return
+        while not stop.is_set():
+            await unless_stopped(self._until_awake(self._start), stop)
+            self._weights = RememberedWeights(FromCheckpoint())
+            self._noting = asyncio.ensure_future(self._start.keep())
+            try:
+                await self._load_and_serve(metrics_url, stop)
+                return
+            except SleepOrdered as error:
+                log.info("sleep is ordered: loading begins again after the wake-up")
+                forget_frames(error)
+            finally:
+                await end_tasks([self._noting])
+            self._weights = None
+            await asyncio.to_thread(collect_garbage)
+
+    async def _load_and_serve(self, metrics_url: str, stop: asyncio.Event) -> None:
         built = None if stop.is_set() else await unless_stopped(in_daemon("load", self._build), stop)
         if built is not None:
             await self._with_experts(built, metrics_url, stop)
 
-    async def _until_awake(self) -> None:
+    async def _until_awake(self, start: Start) -> None:
         """Load nothing while the model sleeps: another job may have the memory."""
-        if self._notes is not None:
-            self._waits = True
-            await until_awake(self._notes)
-            self._waits = False
+        self._waits = True
+        await start.until_awake()
+        self._waits = False
 
     def missing(self) -> list[str]:
         """Return the names of things that the worker waits for before it serves; for /ready. One that starts while the
-        model sleeps waits for nothing but the wake-up."""
-        if self._waits:
+        model sleeps waits for nothing but the wake-up, and so does one that sleeps."""
+        if self._waits or (self._follower and self._follower.ordered):
             return []
         experts = self._experts.missing() if self._experts else []
         awaited = "weights" if self._experts is None else "kernels"
@@ -128,8 +152,14 @@ class AttentionService:
         )
 
     def _wait_for_experts(self) -> None:
-        while self._experts_missing():
+        """Wait in the thread that loads. Raises SleepOrdered: these experts will not be loaded before a wake-up."""
+        while not self._experts_loaded():
+            if self._sleep_ordered():
+                raise SleepOrdered
             time.sleep(LOOK_S)
+
+    def _sleep_ordered(self) -> bool:
+        return self._start is not None and self._start.ordered.is_set()
 
     async def _with_experts(self, built: Built[Any], metrics_url: str, stop: asyncio.Event) -> None:
         """Serve as soon as all experts can be reached: at once, if they are in this process."""
@@ -145,7 +175,8 @@ class AttentionService:
         )
         following = asyncio.ensure_future(self._experts.run())
         try:
-            await first_done(following, self._experts.ready(), stop.wait())
+            ordered = [self._start.ordered.wait()] if self._start else []  # experts may sleep before it has them
+            await first_done(following, self._experts.ready(), stop.wait(), *ordered)
             if not stop.is_set():
                 await first_done(self._serve(built, metrics_url, stop), following)
         finally:
@@ -153,7 +184,7 @@ class AttentionService:
             await asyncio.to_thread(built.remote.close)
 
     async def _serve(self, built: Built[Any], metrics_url: str, stop: asyncio.Event) -> None:
-        if not await self._warmed_up(built, stop):
+        if not (self._sleep_ordered() or await self._warmed_up(built, stop)):
             return
         metrics = self._metrics
         steps = StepObserver(metrics, built.engine.stats, built.engine.take_durations, built.engine.exemplar)
@@ -187,14 +218,21 @@ class AttentionService:
             await end_tasks(tasks)
 
     async def _run_worker(self, built: Built[Any], worker: AttentionWorker, stop: asyncio.Event) -> None:
-        if self._notes is None or self._weights is None:
+        if self._notes is None or self._weights is None or self._start is None:
             await worker.run(stop)
             return
         prepare = partial(self._warm_up, built, stop.is_set)
         engine = EngineSleep(built.engine, self._weights, built.served.device, prepare)
         sleep = worker.sleeping(engine, self._experts.ready if self._experts else _at_once)
-        follower = SleepFollower(self._notes, fall_asleep=sleep.fall_asleep, wake_up=sleep.wake_up)
-        await first_done(worker.run(stop), follower.run())
+        await end_tasks([self._noting] if self._noting else [])
+        self._follower = SleepFollower(
+            self._notes,
+            fall_asleep=sleep.fall_asleep,
+            wake_up=sleep.wake_up,
+            give_up=sleep.give_up,
+            begins=self._start.level,  # what it has not warmed up for has to wait for the wake-up
+        )
+        await first_done(worker.run(stop), self._follower.run())
 
     async def _warmed_up(self, built: Built[Any], stop: asyncio.Event) -> bool:
         """Do what the first steps would wait for. Returns False where ``stop`` came meanwhile."""

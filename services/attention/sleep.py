@@ -24,6 +24,8 @@ from services.attention.step.engine import Engine
 from services.model.device import into_memory
 from services.model.sleep import RememberedWeights
 from services.queue.backoff import Backoff, until_answered
+from services.queue.sleep import WakeUpGivenUp
+from services.runtime.tasks import end_tasks
 
 log = logging.getLogger(__name__)
 
@@ -71,9 +73,9 @@ class EngineSleep:
         began = time.monotonic()
         with into_memory(self._device):
             self._memory.restore()
+            self._engine.wake_up()  # before weights are read: reading takes long, and there may be too little memory
             if not self._kept:
                 self._weights.fill_again()
-        self._engine.wake_up()
         log.info("weights are back after %.2f s", time.monotonic() - began)
 
     def prepare(self) -> None:
@@ -105,6 +107,7 @@ class WorkerSleep:
         self._hand_back, self._experts, self._drain_s = hand_back, experts, drain_s
         self.closed = False
         """Whether assignments that still come in belong to others by now."""
+        self._waiting: asyncio.Future[object] | None = None
 
     async def fall_asleep(self, level: int) -> None:
         await self._registration.entered.wait()
@@ -113,11 +116,28 @@ class WorkerSleep:
         await self._on_engine(partial(self._sleepable.free, level))
 
     async def wake_up(self) -> None:
+        """Serve again. Raises OutOfMemory; WakeUpGivenUp after :meth:`give_up`. The worker has to fall asleep then."""
         await self._on_engine(self._sleepable.restore)
-        await self._experts()
+        await self._until_experts()
         await self._on_engine(self._sleepable.prepare)
         self.closed = False
         await until_answered("waking up", partial(self._registration.suspend, False), Backoff())
+
+    def give_up(self) -> None:
+        """End a wake-up that waits for experts: they may sleep by now, and wait for nobody. Nothing else ends."""
+        if self._waiting is not None:
+            self._waiting.cancel()
+
+    async def _until_experts(self) -> None:
+        self._waiting = waiting = asyncio.ensure_future(self._experts())
+        try:
+            await asyncio.wait({waiting})
+            if waiting.cancelled():
+                raise WakeUpGivenUp
+            waiting.result()
+        finally:
+            self._waiting = None
+            await end_tasks([waiting])
 
     async def _empty(self) -> None:
         """Take no more requests, give back those that have not begun, let others end in time, hand the rest over."""

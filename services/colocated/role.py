@@ -61,7 +61,7 @@ class ColocatedRole:
     ) -> None:
         self._experts = ExpertsRole(settings, redis, registry, colocated=True, tracer=tracer)
         self._attention = AttentionService(
-            settings, redis, registry, colocated=True, experts_missing=self._experts.missing, tracer=tracer
+            settings, redis, registry, colocated=True, experts_loaded=self._experts.loaded, tracer=tracer
         )
 
     async def run(self, metrics_url: str, stop: asyncio.Event) -> None:

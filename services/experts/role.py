@@ -30,7 +30,7 @@ from services.queue.keys import Keys
 from services.queue.limits import QueueLimits
 from services.queue.quarantine import Quarantine
 from services.queue.role_service import run_role_service
-from services.queue.sleep import SleepFollower, SleepNotes, until_awake
+from services.queue.sleep import SleepFollower, SleepNotes, Start
 from services.queue.tables import TableReader
 from services.routing import RoutingTable
 from services.runtime import advertised, incarnation, node_name, run_role
@@ -97,7 +97,7 @@ class ExpertsRole:
         notes = self._notes(worker=name) if settings.enable_sleep_mode else None
         if notes is not None:
             self._waits = True
-            await unless_stopped(until_awake(notes), stop)
+            await unless_stopped(Start(notes).until_awake(), stop)
             self._waits = False
         device, dtype = torch_device(settings.device), serving_dtype(settings.dtype, self._spec)
         check_device(device, dtype)
@@ -144,6 +144,10 @@ class ExpertsRole:
         if self._over or self._waits:
             return []
         return self._worker.missing() if self._worker else ["a seat"]
+
+    def loaded(self) -> bool:
+        """Say whether the experts have taken their memory, or never will: the worker has left."""
+        return self._over or (self._worker is not None and self._worker.held is not None)
 
 
 def _end_idle(worker: ExpertWorker) -> None:

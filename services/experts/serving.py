@@ -33,11 +33,13 @@ from services.metrics import CHECKPOINT, HOST, PEER, WeightSource
 from services.model.device import into_memory
 from services.model.digests import read_digests
 from services.model.experts import ExpertShard, ExpertWeights
+from services.model.load_spec import load_spec
 from services.model.products import products_of
 from services.model.progress import Stoppable, loading_progress
-from services.model.sleep import WeightMemory, tensors_in
+from services.model.sleep import WeightMemory, check_same, tensors_in
 from services.model.spec import ModelSpec
 from services.model.weights import load_experts
+from services.model.weights_sample import with_weights
 from services.routing import ShardGroup
 from services.runtime.tracing import Tracer
 
@@ -163,12 +165,16 @@ class Loader:
         self.faults = Faults()
         self._colocated, self._tracer = colocated, tracer
         self._kept: _Kept | None = None
+        self._reads_again = False
 
     def rest(self, level: int) -> None:
         """Give the memory of the last group back, which nobody computes with any more. At level 1 its weights wait in
         the memory of the host for the next call."""
         if level > 1:
+            if self._kept is not None:
+                self._kept.memory.free(keep=False)  # also what is pinned of it
             self._kept = None
+            self._reads_again = True
         gc.collect()  # what served them must be gone before torch's memory is given back
         if self._kept is not None:
             self._kept.memory.free(keep=True)
@@ -263,6 +269,9 @@ class Loader:
             return weight_sources.weights(group, stopped.is_set, progress)
 
     def _read(self, group: ShardGroup, stopped: threading.Event) -> dict[int, ExpertWeights]:
+        if self._reads_again:  # a sleep lets a long time pass, in which somebody may have put others there
+            now = with_weights(load_spec(self._model), self._model, self._settings.held_experts)
+            check_same(self._spec, now, self._model)
         with loading_progress(log) as progress:
             return load_experts(
                 self._model,

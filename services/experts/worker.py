@@ -24,7 +24,7 @@ from services.queue.expert_side import Assignment, ExpertQueue, Orders
 from services.queue.tables import TableReader, unused
 from services.routing import RoutingTable, ShardGroup
 from services.runtime import in_daemon
-from services.runtime.tasks import end_tasks, first_done, unless_stopped
+from services.runtime.tasks import end_tasks, first_done, forget_frames, unless_stopped
 
 HEARTBEATS_PER_LEASE = 8
 FIRST_BEAT_S = 0.05
@@ -84,12 +84,15 @@ class _SleepOrder:
     def __init__(self, level: int = 0, done: asyncio.Future[None] | None = None) -> None:
         self.level, self._done = level, done
 
-    def end(self, error: Exception | None = None) -> bool:
-        """Let whoever waits go on. Returns whether somebody does."""
-        if self._done is None or self._done.done():
-            return False
-        self._done.set_exception(error) if error else self._done.set_result(None)
-        return True
+    @property
+    def awaited(self) -> bool:
+        """Whether somebody waits."""
+        return self._done is not None and not self._done.done()
+
+    def end(self, error: Exception | None = None) -> None:
+        """Let whoever waits go on."""
+        if self._done is not None and not self._done.done():
+            self._done.set_exception(error) if error else self._done.set_result(None)
 
 
 class ServingFailed(RuntimeError):
@@ -199,15 +202,23 @@ class ExpertWorker:
             if orders.leave:
                 log.info("the scheduler has asked this seat to leave")
                 return
-            try:
-                await (self._rest_at(sleep.level) if sleep.level else self._hold(orders.assignment))
-            except OutOfMemory as error:
-                if not (self._rests and sleep.end(error)):
-                    raise
+            if await self._followed(sleep, orders):
+                sleep.end()
+            else:  # not where the error is caught: it holds what the try took
                 self._sleep = _SleepOrder(self._rests)
                 await asyncio.to_thread(self._rest, self._rests)
-            else:
-                sleep.end()
+
+    async def _followed(self, sleep: _SleepOrder, orders: Orders) -> bool:
+        """Return False where there was too little memory to wake up; whoever ordered it has heard then."""
+        try:
+            await (self._rest_at(sleep.level) if sleep.level else self._hold(orders.assignment))
+        except OutOfMemory as error:
+            if not (self._rests and sleep.awaited):
+                raise
+            forget_frames(error)  # first: a future keeps those that an error has
+            sleep.end(error)
+            return False
+        return True
 
     async def _rest_at(self, level: int) -> None:
         if level > self._rests:

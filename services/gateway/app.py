@@ -48,6 +48,7 @@ from services.runtime.tracing import Tracer
 Key = Annotated[str | None, Header(alias="Idempotency-Key", description="Same key and body: the same answer.")]
 Authorization = Annotated[str | None, Header(include_in_schema=False)]
 Level = Annotated[str, Query(description="1: weights stay in the memory of the host. 2: they are read again.")]
+Mode = Annotated[str, Query(description="wait: requests that run end, or go on after the sleep. There is no other.")]
 _NO_TELEMETRY: Any = dict.fromkeys(("auto_configure", "tracing", "metrics", "logs"), False)
 """FastAPI traces by itself where a variable of its own asks for it: each request twice, and what clients sent in it."""
 _PAGES_PER_S = 20.0
@@ -249,22 +250,24 @@ def _add_operations(app: FastAPI, parts: Parts) -> None:
 
 def _add_sleep(app: FastAPI, parts: Parts) -> None:
     done: openapi.Responses = {202: {"model": shapes.IsSleeping, "description": "Ordered; workers are still at it."}}
-    refusals, orders = openapi.refusals(400, 401, 404), parts.sleep
+    refusals, orders = openapi.refusals(400, 401, 403, 404, 415, 503), parts.sleep
 
     def answer(found: Sleep) -> Response:
         body = shapes.IsSleeping(is_sleeping=found.sleeping).model_dump_json()
         return Response(body, status_code=202 if found.behind else 200, media_type="application/json")
 
     @app.post("/sleep", response_model=shapes.IsSleeping, responses=done | refusals)
-    async def sleep(request: Request, authorization: Authorization = None, level: Level = "1") -> Response:
+    async def sleep(
+        request: Request, authorization: Authorization = None, level: Level = "1", mode: Mode = "wait"
+    ) -> Response:
         """Frees the memory of all workers, once running requests have ended or gone back to the queue."""
-        del level  # for the document: a wrong one gets an error like all others
-        return answer(await orders.sleep(request.query_params, authorization))
+        del level, mode  # for the document: a wrong one gets an error like all others
+        return answer(await orders.sleep(request, authorization))
 
     @app.post("/wake_up", response_model=shapes.IsSleeping, responses=done | refusals)
     async def wake_up(request: Request, authorization: Authorization = None) -> Response:
         """Takes the memory again; the requests that came meanwhile are served."""
-        return answer(await orders.wake_up(request.query_params, authorization))
+        return answer(await orders.wake_up(request, authorization))
 
     @app.get("/is_sleeping", responses=openapi.refusals(401, 404))
     async def is_sleeping(authorization: Authorization = None) -> shapes.IsSleeping:

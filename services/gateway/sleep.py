@@ -7,15 +7,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Protocol
+
+from starlette.datastructures import QueryParams
+from starlette.requests import Request
 
 from services.errors import Forbidden, InvalidRequest, NotFound, QueueUnavailable, UnsupportedParameter
 from services.gateway.auth import Authenticator
 from services.gateway.recent import Recent
 from services.queue.sleep import AWAKE, LEVELS, Sleep
 
+WAIT = "wait"
+"""The one mode: requests end, or go on after the sleep."""
 WAIT_S = 600.0
 """The longest time that an answer waits for workers; the order holds on."""
 LOOK_S = 0.2
@@ -50,20 +55,22 @@ class SleepOrders:
         self._leaving, self._wait_s = leaving, wait_s
         self._recent = Recent(switch.look, _LOOKS_PER_S)
 
-    async def sleep(self, query: Mapping[str, str], authorization: str | None) -> Sleep:
+    async def sleep(self, request: Request, authorization: str | None) -> Sleep:
         """Orders sleep; returns how far it is, once all workers sleep or after :data:`WAIT_S`.
 
         Raises:
             NotFound, Unauthorized, Forbidden: the caller may not, or nobody may.
-            InvalidRequest: there is no such level.
+            InvalidRequest: there is no such level, or there is more than a level.
         """
         caller = await self._admin(authorization)
-        return await self._settled(_level(query), caller)
+        await _refuse_body(request)
+        return await self._settled(_level(request.query_params), caller)
 
-    async def wake_up(self, query: Mapping[str, str], authorization: str | None) -> Sleep:
+    async def wake_up(self, request: Request, authorization: str | None) -> Sleep:
         """Orders to wake up; like :meth:`sleep`."""
         caller = await self._admin(authorization)
-        _refuse_parts(query)
+        await _refuse_body(request)
+        _refuse_parts(request.query_params)
         return await self._settled(AWAKE, caller)
 
     async def look(self, authorization: str | None) -> Sleep:
@@ -106,7 +113,7 @@ class SleepOrders:
             raise NotFound("This server does not sleep.", hint="Start it with --enable-sleep-mode.")
 
 
-def _level(query: Mapping[str, str]) -> int:
+def _level(query: QueryParams) -> int:
     _refuse_parts(query)
     level = query.get("level", "1")
     if level not in map(str, LEVELS):
@@ -118,11 +125,25 @@ def _level(query: Mapping[str, str]) -> int:
     return int(level)
 
 
-def _refuse_parts(query: Mapping[str, str]) -> None:
-    for name in ("tags", "mode"):
-        if name in query:
-            raise UnsupportedParameter(
-                f"{name} is not supported.",
-                hint="Weights and KV cache sleep together, and requests are never aborted.",
-                param=name,
-            )
+def _refuse_parts(query: QueryParams) -> None:
+    """Raises InvalidRequest for what would have no effect, or which of several would be unclear."""
+    for name in ("level", "mode"):
+        if len(query.getlist(name)) > 1:
+            raise InvalidRequest(f"{name} is given more than once.", hint="Give it once.", param=name)
+    mode = query.get("mode", WAIT)
+    if mode != WAIT:
+        raise UnsupportedParameter(
+            f"There is no mode {mode[:20]!r}.",
+            hint="Requests are never aborted: leave it out, or use wait.",
+            param="mode",
+        )
+    if "tags" in query:
+        raise UnsupportedParameter(
+            "tags is not supported.", hint="Weights and KV cache sleep together, and wake up together.", param="tags"
+        )
+
+
+async def _refuse_body(request: Request) -> None:
+    async for piece in request.stream():
+        if piece:
+            raise InvalidRequest("This path takes no body.", hint="Give the level in the address: POST /sleep?level=2.")

@@ -6,6 +6,7 @@ that are not kept are dropped and read again.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
@@ -18,8 +19,9 @@ from torch import Tensor
 
 from moe_kernels import QuantisedWeight
 from services.config import ExpertFormat
+from services.errors import CheckpointError
 from services.model.expert_format import Kind
-from services.model.host_memory import give_back
+from services.model.host_memory import give_back, release_pinned
 from services.model.names import Shape
 from services.model.spec import ModelSpec
 from services.model.tensor_reads import Place
@@ -109,9 +111,16 @@ def _empty_caches(devices: Iterable[torch.device]) -> None:
     """Give the memory of dropped tensors, on GPUs and pinned, back to the system."""
     for device in devices:
         with torch.cuda.device(device):
-            for clear in ("_cuda_clearCublasWorkspaces", "_host_emptyCache"):  # torch shows them under no other name
-                getattr(torch._C, clear, int)()
+            getattr(torch._C, "_cuda_clearCublasWorkspaces", int)()  # torch shows it under no other name
+            release_pinned()
             torch.cuda.empty_cache()
+
+
+def collect_garbage() -> None:
+    """Give the memory of all that nobody refers to any more back to the system."""
+    gc.collect()
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        _empty_caches([torch.device("cuda", torch.cuda.current_device())])
 
 
 def tensors_in(weights: Any) -> Iterator[Tensor]:
@@ -129,6 +138,15 @@ def tensors_in(weights: Any) -> Iterator[Tensor]:
             yield from tensors_in(value)
 
 
+def check_same(before: ModelSpec, now: ModelSpec, folder: Path) -> None:
+    """Raises CheckpointError where ``now`` is another model than ``before``, or has other weights."""
+    if (before.fingerprint, before.weights) != (now.fingerprint, now.weights):
+        raise CheckpointError(
+            f"The checkpoint in {folder} has changed since it was loaded.",
+            hint="Start the workers again to serve it, or put the old one back.",
+        )
+
+
 _Made = tuple[Sequence[QuantisedWeight], Write]
 
 
@@ -139,9 +157,11 @@ class RememberedWeights:
     def __init__(self, source: WeightSource) -> None:
         self._source = source
         self._filled: list[tuple[Path, ModelSpec, torch.device, list[Place], list[_Made]]] = []
+        self._specs: dict[tuple[Path, ExpertFormat], ModelSpec] = {}
 
     def spec(self, folder: Path, expert_format: ExpertFormat) -> ModelSpec:
-        return self._source.spec(folder, expert_format)
+        found = self._specs[folder, expert_format] = self._source.spec(folder, expert_format)
+        return found
 
     @contextmanager
     def open(self, folder: Path, spec: ModelSpec, device: torch.device) -> Iterator[Tensors]:
@@ -162,7 +182,9 @@ class RememberedWeights:
             weight.forms.forget()
 
     def fill_again(self, advance: Callable[[int], None] = lambda _: None) -> None:
-        """Read all of it again. Raises CheckpointError."""
+        """Read all of it again. Raises CheckpointError, also where a folder has other weights than before."""
+        for (folder, expert_format), before in self._specs.items():
+            check_same(before, self._source.spec(folder, expert_format), folder)
         for folder, spec, device, places, made in self._filled:
             with self._source.open(folder, spec, device) as tensors:
                 tensors.fill(places, device, advance)

@@ -81,7 +81,7 @@ _GATEWAY = Rule(
     ),
     commands=_words("xread xtrim exists hmget set time"),
     owns=_REQUESTS | _MEMBERS | _words("claims gateways seq rate: idem: idem_of: load: handled: sleep sleepers"),
-    reads=_words("workers leader leader:epoch leader:wire keys"),
+    reads=_words("workers seats leader leader:epoch leader:wire keys"),
 )
 _ATTENTION = Rule(
     scripts=_words(

@@ -19,36 +19,45 @@ from services.queue.backoff import Backoff, until_answered
 from services.queue.keys import Keys
 from services.queue.limits import QueueLimits
 from services.queue.scripts import Scripts, milliseconds
-from services.runtime.tasks import end_tasks
+from services.runtime.tasks import end_tasks, forget_frames
 
-AWAKE, MOVING = 0, -1
-"""States of a worker: awake, and on its way to sleep or back. Others are the level at which it sleeps."""
+AWAKE, MOVING, STARTING = 0, -1, -2
+"""States of a worker: awake, on its way to sleep or back, and loading for the first time while others may be awake.
+Others are the level at which it sleeps."""
 LEVELS = (1, 2)
 """1: weights stay in the memory of the host; 2: they are read again."""
-RETRY_S = 2.0
-"""Pause before another try of a worker that found too little memory to wake up."""
+RETRY_S, MAX_RETRY_S = 2.0, 30.0
+"""Pause before another try of a worker that found too little memory to wake up; it doubles each time, up to the
+second."""
 LOOK_S = 0.5
 """Time between two looks of a worker at what is ordered."""
 
 log = logging.getLogger(__name__)
 
 
+class WakeUpGivenUp(Exception):
+    """A wake-up that waited for others was given up, because sleep is ordered again."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sleep:
-    """``ordered``: the level that holds, 0 if the model is to be awake. ``notes``: the state of each live worker."""
+    """``ordered``: the level that holds, 0 if the model is to be awake. ``notes``: the state of each live worker.
+    ``silent``: how many registered workers and seats have none; they follow no order, but serve without one."""
 
     ordered: int
     notes: Mapping[str, int]
+    silent: int = 0
 
     @property
     def sleeping(self) -> bool:
         """Whether requests wait for a wake-up: from the order to sleep until the last worker is awake again."""
-        return bool(self.ordered or any(self.notes.values()))
+        return bool(self.ordered or any(state not in (AWAKE, STARTING) for state in self.notes.values()))
 
     @property
     def behind(self) -> int:
         """How many live workers have not done yet what is ordered."""
-        return sum(state < self.ordered or (state != AWAKE and not self.ordered) for state in self.notes.values())
+        late = sum(state < self.ordered or (state != AWAKE and not self.ordered) for state in self.notes.values())
+        return late + (self.silent if self.ordered else 0)
 
 
 class SleepSwitch:
@@ -63,11 +72,12 @@ class SleepSwitch:
         return int(await self._scripts.run("order_sleep", level))
 
     async def look(self) -> Sleep:
-        ordered, notes = await self._scripts.run("sleepers")
+        ordered, notes, silent = await self._scripts.run("sleepers")
         states = zip(notes[::2], notes[1::2], strict=True)
         return Sleep(
             ordered=int(ordered),
             notes={worker.decode(errors="replace"): int(state) for worker, state in states},
+            silent=int(silent),
         )
 
 
@@ -102,7 +112,10 @@ class SleepFollower:
     Args:
         fall_asleep: called with the level, also to sleep more deeply.
         wake_up: called to serve again.
+        give_up: called again and again while a move goes on and sleep is ordered; lets :exc:`WakeUpGivenUp` end a
+            wake-up that waits for others.
         wait_s: longest time that the worker waits for attention workers to sleep first.
+        begins: the level at which the worker sleeps first, whatever is ordered; :data:`AWAKE`: it does not.
     """
 
     def __init__(
@@ -111,17 +124,22 @@ class SleepFollower:
         *,
         fall_asleep: Callable[[int], Awaitable[object]],
         wake_up: Callable[[], Awaitable[object]],
+        give_up: Callable[[], object] = lambda: None,
         wait_s: float = 0.0,
+        begins: int = AWAKE,
     ) -> None:
-        self._notes, self._fall_asleep, self._wake_up = notes, fall_asleep, wake_up
+        self._notes, self._fall_asleep, self._wake_up, self._give_up = notes, fall_asleep, wake_up, give_up
         self._most_looks = max(1, round(wait_s / LOOK_S))
         self._waited = 0
+        self._begins, self._retry_s = begins, RETRY_S
         self.level = AWAKE
         """The level at which the worker sleeps."""
+        self.ordered = begins
+        """The level that was ordered when it looked last; :data:`AWAKE` to be awake."""
 
     async def run(self) -> None:
         """Follow until cancelled. Raises what a move raises."""
-        move: asyncio.Task[None] | None = None
+        move = asyncio.create_task(self._move(self._begins)) if self._begins else None
         try:
             while True:
                 ordered = await self._look(self.level if move is None else MOVING)
@@ -129,9 +147,12 @@ class SleepFollower:
                     move = asyncio.create_task(self._move(ordered))
                 elif move is None:
                     await asyncio.sleep(LOOK_S)
-                elif (await asyncio.wait({move}, timeout=LOOK_S))[0]:
-                    move.result()
-                    move = None
+                else:
+                    if ordered != AWAKE:
+                        self._give_up()
+                    if (await asyncio.wait({move}, timeout=LOOK_S))[0]:
+                        move.result()
+                        move = None
         finally:
             await end_tasks([move] if move else [])
 
@@ -140,6 +161,7 @@ class SleepFollower:
 
     async def _look(self, state: int) -> int:
         ordered, serving = await _noted(self._notes, state)
+        self.ordered = ordered
         self._waited = self._waited + 1 if serving else 0
         return ordered if not serving or self._waited > self._most_looks else AWAKE
 
@@ -149,27 +171,65 @@ class SleepFollower:
             await self._fall_asleep(ordered)
             self.level = ordered
             return
+        if await self._woke():
+            log.info("awake again")
+            self.level, self._retry_s = AWAKE, RETRY_S
+        else:  # not where the error is caught: it holds what the try took
+            await self._fall_asleep(self.level)
+            await self._pause()
+
+    async def _woke(self) -> bool:
         try:
             await self._wake_up()
+        except WakeUpGivenUp:
+            log.info("not waking up: sleep is ordered again")
+            self._retry_s = 0.0
         except OutOfMemory as error:
             log.warning("cannot wake up yet: %s", error.message)
-            await self._fall_asleep(self.level)
-            await asyncio.sleep(RETRY_S)
+            forget_frames(error)
         else:
-            log.info("awake again")
-            self.level = AWAKE
+            return True
+        return False
+
+    async def _pause(self) -> None:
+        await asyncio.sleep(self._retry_s)
+        self._retry_s = min(MAX_RETRY_S, max(RETRY_S, 2 * self._retry_s))
 
 
-async def until_awake(notes: SleepNotes) -> None:
-    """Return once the model is to be awake; for a worker that holds nothing yet."""
-    ordered, _ = await _noted(notes, AWAKE)
-    if not ordered:
-        return
-    log.info("the model sleeps (level %d): loading waits for the wake-up", ordered)
-    while ordered:
-        await asyncio.sleep(LOOK_S)
-        ordered, _ = await _noted(notes, LEVELS[-1])
-    await _noted(notes, AWAKE)
+class Start:
+    """The notes of a worker from its start until a :class:`SleepFollower` takes over: workers count as behind while
+    they load.
+    """
+
+    def __init__(self, notes: SleepNotes) -> None:
+        self._notes = notes
+        self._state = STARTING
+        self.level = AWAKE
+        """The level that was ordered while the worker loads; :data:`AWAKE` where none was."""
+        self.ordered = asyncio.Event()
+        """Set with :attr:`level`."""
+
+    async def until_awake(self) -> None:
+        """Return once the model is to be awake; for a worker that holds nothing yet."""
+        ordered, _ = await _noted(self._notes, self._state)
+        if ordered:
+            log.info("the model sleeps (level %d): loading waits for the wake-up", ordered)
+            self._state = MOVING  # after the sleep requests wait for this worker, too
+        while ordered:
+            await asyncio.sleep(LOOK_S)
+            ordered, _ = await _noted(self._notes, LEVELS[-1])
+        self.level = AWAKE
+        self.ordered.clear()
+        await _noted(self._notes, self._state)
+
+    async def keep(self) -> None:
+        """Note that the worker loads, and look what is ordered, until cancelled."""
+        while True:
+            ordered, _ = await _noted(self._notes, self._state)
+            if ordered:
+                self.level = ordered
+                self.ordered.set()
+            await asyncio.sleep(LOOK_S)
 
 
 async def _noted(notes: SleepNotes, state: int) -> tuple[int, int]:

@@ -59,3 +59,11 @@ async def end_tasks(tasks: Iterable[asyncio.Future[Any]]) -> None:
                 task.exception()  # read, or asyncio reports it as never retrieved
     if cancelled:
         raise asyncio.CancelledError
+
+
+def forget_frames(error: BaseException) -> None:
+    """Let ``error`` and what it came from hold no local variables of who raised them: they may be large."""
+    found: BaseException | None = error
+    while found is not None:
+        found.__traceback__ = None
+        found = found.__cause__ or found.__context__

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
+import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -541,17 +543,32 @@ async def test_a_worker_that_sleeps_keeps_its_seat_and_its_group(floor):
         assert other.status == "ready"
 
 
+class Taken:
+    """Memory that a try to load took."""
+
+
 async def test_a_worker_that_finds_too_little_memory_to_wake_up_sleeps_on(floor):
     rested: list[int] = []
     full = False
     async with stage_of(floor, groups=1) as stage:
+        held: list[weakref.ref[Taken]] = []
 
         def load(group: ShardGroup, seat: int, stopped: threading.Event) -> Served:
             if full:
-                raise OutOfMemory("Others have it.")
+                weights = Taken()
+                held.append(weakref.ref(weights))
+                try:
+                    raise MemoryError
+                except MemoryError as error:
+                    raise OutOfMemory("Others have it.") from error
             return stage.load(group, seat, stopped)
 
-        worker = stage.start("a", load, rest=rested.append)
+        def rest(level: int) -> None:
+            gc.collect()  # as whoever loads does
+            assert not any(weights() for weights in held), "nobody holds weights that were half read"
+            rested.append(level)
+
+        worker = stage.start("a", load, rest=rest)
         await stage.until_listed("a")
         await beside(stage, worker.fall_asleep(1))
         full = True

@@ -58,6 +58,20 @@ async def test_experts_hear_how_many_attention_workers_still_need_them(bench):
     await gateway.order(0)
 
 
+async def test_registered_workers_that_note_nothing_do_not_sleep(bench, floor):
+    gateway = switch(bench)
+    await bench.add_worker("w")
+    await floor.join("e0", "e1")
+    await gateway.order(1)
+    found = await gateway.look()
+    assert (found.silent, found.behind) == (3, 3)
+    for name in ("w", "e0"):
+        await notes(bench, name).note(1)
+    assert (await gateway.look()).behind == 1
+    await gateway.order(0)
+    assert (await gateway.look()).behind == 2, "one that serves need not wake up"
+
+
 async def test_all_that_a_worker_holds_goes_back_and_counts_as_no_failure(bench):
     await bench.add_worker("w")
     begun, waiting = await bench.run_on("w", bench.request("begun"), bench.request("waiting"))

@@ -89,7 +89,7 @@ ALERTS = (
     ),
     Alert(
         name="ExpertmeshReplicasNotReady",
-        expr=f"{most('told_replicas', 'role, shard')} > {most('ready_replicas', 'role, shard')}",
+        expr=f"{most('told_replicas', 'role, shard')} > {most('ready_replicas', 'role, shard')}\n{NOT_ASLEEP}",
         wait="15m",
         severity="warning",
         summary="Replicas of {{ $labels.role }} {{ $labels.shard }} of {{ $labels.job }} do not become ready.",

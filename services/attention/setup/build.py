@@ -109,7 +109,7 @@ def build(
             link = remote = remote_link(settings, spec, dtype, device, worker, size=size, colocated=colocated)
     load_s: dict[str, float] = {CHECKPOINT: time.monotonic() - began}
     if served.fitting.measures:
-        wait()
+        _waited(wait, remote)
     plan = worker_plan(served, model, None if remote else link)
     sharing = remote if isinstance(remote, SharedMemoryLink) else None
     overlap = OverlapPolicy(
@@ -129,6 +129,15 @@ def build(
         tracing=None if tracer is None else EngineTracing(tracer, remote),
     )
     return Built(served=served, plan=plan, engine=engine, link=link, remote=remote, sharing=sharing, load_s=load_s)
+
+
+def _waited(wait: Callable[[], None], remote: RemoteLink | None) -> None:
+    try:
+        wait()
+    except BaseException:
+        if remote is not None:
+            remote.close()
+        raise
 
 
 def _lookahead(settings: Settings, device: torch.device) -> Lookahead:

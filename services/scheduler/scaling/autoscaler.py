@@ -66,7 +66,9 @@ class Autoscaler:
             QueueUnavailable: Redis does not answer.
         """
         if await self._sources.queue.sleep_level():
-            return  # what waits in the queue waits for a wake-up, and nothing that runs is idle for want of requests
+            # what waits in the queue waits for a wake-up, and nothing that runs is idle for want of requests
+            self._state = self._state and self._state.at_rest(self._clock())
+            return
         reading = await self._read()
         signals = self._meter.signals(reading)
         if self._options.groups is not None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from services.metrics.scheduler import ScalingReason
 from services.scheduler.scaling.signals import Load, Signals
@@ -63,6 +63,11 @@ class Course:
     def wanted(self) -> int:
         return self.highest[0][1] if self.highest else 0
 
+    def later(self, seconds: float) -> Course:
+        """Return the same, ``seconds`` later."""
+        highest = tuple((at + seconds, replicas) for at, replicas in self.highest)
+        return replace(self, highest=highest, came_at=self.came_at + seconds)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class State:
@@ -79,6 +84,12 @@ class State:
         courses = {target: Course(highest=((at, wanted),)) for target, wanted in targets.items()}
         model = [course.wanted for target, course in courses.items() if target.sleeps]
         return cls(at=at, active_at=at, courses=courses, asleep=bool(model) and not any(model))
+
+    def at_rest(self, at: float) -> State:
+        """Return the state where the time since this one does not count."""
+        rest = at - self.at
+        courses = {target: course.later(rest) for target, course in self.courses.items()}
+        return replace(self, at=at, active_at=self.active_at + rest, courses=courses)
 
     @property
     def targets(self) -> dict[Target, int]:

@@ -139,7 +139,11 @@ CAPACITY = (
         at=18,
         labels=_SHARD,
         fires=((_told("4x20"), line("ready_replicas", "3x20", **_SHARD)),),
-        quiet=((_told("4x20"), line("ready_replicas", "4x20", **_SHARD)), (_told("4x20"),)),
+        quiet=(
+            (_told("4x20"), line("ready_replicas", "4x20", **_SHARD)),
+            (_told("4x20"),),
+            (_told("4x20"), line("ready_replicas", "3x20", **_SHARD), line("sleep_level", "1x20")),
+        ),
     ),
     Case(
         alert="ExpertmeshAsleepWithRequests",

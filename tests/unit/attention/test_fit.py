@@ -187,9 +187,9 @@ def test_a_kv_cache_larger_than_the_gpu_says_how_large_it_may_be(
 
 async def test_a_colocated_worker_waits_for_its_experts_before_it_takes_the_rest(tiny: TinyModel) -> None:
     """Which its own process loads meanwhile, onto the same GPU."""
-    awaited = [["a seat"], ["experts"], []]
+    awaited = [False, False, True]
     settings = Settings(model=tiny.folder)
-    service = AttentionService(settings, Redis(), CollectorRegistry(), experts_missing=lambda: awaited.pop(0))
+    service = AttentionService(settings, Redis(), CollectorRegistry(), experts_loaded=lambda: awaited.pop(0))
     service._wait_for_experts()
     assert not awaited
 

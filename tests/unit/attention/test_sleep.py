@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from prometheus_client import CollectorRegistry, Counter
+from redis.asyncio import Redis
 from testkit.gpu.recorded_graph import record
 from testkit.models.engines import ask, run, tokens
 from testkit.models.stepping import SteppingEngine
@@ -20,8 +21,11 @@ from testkit.waiting import eventually
 
 from services.attention.engine_thread import Add, EngineThread, Run
 from services.attention.metrics import Growth
+from services.attention.service import AttentionService, SleepOrdered
 from services.attention.sleep import EngineSleep, WorkerSleep
 from services.attention.step.engine import Engine, EngineOptions
+from services.config import Settings
+from services.errors import OutOfMemory
 from services.fabric.local import LocalLink
 from services.model.dense import DenseModel
 from services.model.experts import ExpertShard
@@ -29,6 +33,7 @@ from services.model.sleep import RememberedWeights
 from services.model.weight_source import FromCheckpoint
 from services.model.weights import load_dense, load_experts
 from services.queue.scheduler_side import SchedulerQueue
+from services.queue.sleep import SleepFollower, WakeUpGivenUp
 
 PROMPT = [5, 9, 33, 7, 21, 60, 44, 13]
 CPU = torch.device("cpu")
@@ -180,3 +185,59 @@ async def test_an_assignment_that_comes_late_belongs_to_the_queue(server: RedisS
         await finish([stream])
         check([stream], 10)
         assert not stream.doubled
+
+
+async def test_a_wake_up_waits_for_experts_only_until_it_is_given_up(server: RedisServer) -> None:
+    """Experts that sleep again wait for nobody, so waiting for them would never end."""
+    away = asyncio.Event()
+    async with Deployment(server.url) as deployment:
+        deployment.scheduler()
+        worker = deployment.worker(engine=SteppingEngine())
+        bed = Bed(worker)
+        sleep = worker.worker.sleeping(bed, away.wait)
+        await sleep.fall_asleep(1)
+        sleep.give_up()  # there is nothing to give up yet
+        waking = asyncio.create_task(sleep.wake_up())
+        await eventually(lambda: bed.did == [1, "restore"])
+        await asyncio.sleep(0.05)
+        sleep.give_up()
+        with pytest.raises(WakeUpGivenUp):
+            await waking
+        await sleep.fall_asleep(1)
+        away.set()
+        await sleep.wake_up()
+        assert bed.did == [1, "restore", 1, "restore", "prepare"]
+
+
+def test_the_cache_is_taken_before_weights_are_read(engine: tuple[Engine[Any], EngineSleep]) -> None:
+    """Too little memory for it shows at once, not after minutes of reading."""
+    made, sleep = engine
+    sleep.free(2)
+
+    def full() -> None:
+        raise torch.OutOfMemoryError("Others have it.")
+
+    def read() -> None:
+        raise AssertionError("weights were read in vain")
+
+    made.wake_up = full  # type: ignore[method-assign]
+    sleep._weights.fill_again = read  # type: ignore[method-assign,assignment]
+    with pytest.raises(OutOfMemory):
+        sleep.restore()
+
+
+def test_a_worker_that_sleeps_misses_nothing_and_one_that_wakes_may() -> None:
+    service = AttentionService(Settings(), Redis(), CollectorRegistry())
+    service._follower = follower = SleepFollower(None, fall_asleep=_experts, wake_up=_experts)  # type: ignore[arg-type]
+    assert service.missing() == ["weights"]
+    follower.ordered = 1
+    assert service.missing() == []
+
+
+def test_a_worker_whose_experts_will_not_come_before_a_sleep_stops_waiting_for_them() -> None:
+    settings = Settings(enable_sleep_mode=True)
+    service = AttentionService(settings, Redis(), CollectorRegistry(), experts_loaded=lambda: False)
+    assert service._start is not None
+    service._start.ordered.set()
+    with pytest.raises(SleepOrdered):
+        service._wait_for_experts()

@@ -62,7 +62,26 @@ async def test_a_level_that_there_is_not_is_refused(start, level):
     assert (answer.status_code, answer.json()["error"]["param"], switch.ordered) == (400, "level", 0)
 
 
-@pytest.mark.parametrize("query", ["tags=weights", "mode=abort"])
+@pytest.mark.parametrize("path", ["/sleep", "/wake_up"])
+@pytest.mark.parametrize(
+    "asked", [{"json": {"level": 2}}, {"content": b"{}"}, {"params": [("level", "1"), ("level", "2")]}]
+)
+async def test_what_would_have_no_effect_is_refused(start, path, asked):
+    switch = ScriptedSwitch()
+    answer = await (await start(switch=switch)).http.post(path, **asked)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_request")
+    assert switch.ordered == 0
+
+
+async def test_the_mode_that_there_is_may_be_named_and_the_document_has_all_answers(start):
+    http = (await start(switch=ScriptedSwitch())).http
+    assert (await http.post("/sleep?mode=wait")).status_code == 200
+    paths = (await http.get("/openapi.json")).json()["paths"]
+    for path in ("/sleep", "/wake_up"):
+        assert {"200", "202", "400", "401", "403", "404", "415", "503"} <= paths[path]["post"]["responses"].keys()
+
+
+@pytest.mark.parametrize("query", ["tags=weights", "tags=weights&mode=abort"])
 async def test_parts_of_the_memory_do_not_sleep_by_themselves(start, query):
     switch = ScriptedSwitch()
     http = (await start(switch=switch)).http
@@ -70,6 +89,12 @@ async def test_parts_of_the_memory_do_not_sleep_by_themselves(start, query):
         answer = await http.post(f"{path}?{query}")
         assert (answer.status_code, answer.json()["error"]["code"]) == (400, "unsupported_parameter")
     assert switch.ordered == 0
+
+
+async def test_requests_are_never_aborted(start):
+    switch = ScriptedSwitch()
+    answer = await (await start(switch=switch)).http.post("/sleep?mode=abort")
+    assert (answer.status_code, answer.json()["error"]["param"], switch.ordered) == (400, "mode", 0)
 
 
 async def test_without_the_option_there_are_no_such_paths(start):

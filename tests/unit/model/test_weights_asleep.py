@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from testkit.models.checkpoints import save_checkpoint
 from torch import Tensor
 
@@ -65,6 +65,17 @@ def test_a_checkpoint_that_changed_meanwhile_is_not_served(folder: Path) -> None
     file = next(folder.glob("*.safetensors"))
     save_file({"other": torch.zeros(1)}, file)
     with pytest.raises(CheckpointError):
+        source.fill_again()
+
+
+def test_other_values_of_the_same_names_and_shapes_are_not_served_either(folder: Path) -> None:
+    source = RememberedWeights(FromCheckpoint())
+    loaded(folder, source)
+    source.memory().free(keep=False)
+    source.memory().restore()
+    for file in folder.glob("*.safetensors"):
+        save_file({name: tensor + 1 for name, tensor in load_file(file).items()}, file)
+    with pytest.raises(CheckpointError, match="has changed since it was loaded"):
         source.fill_again()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -11,7 +12,7 @@ from testkit.processes.background import ended
 from testkit.waiting import eventually
 
 from services.errors import CheckpointError, OutOfMemory
-from services.queue.sleep import AWAKE, MOVING, Sleep, SleepFollower, until_awake
+from services.queue.sleep import AWAKE, MOVING, STARTING, Sleep, SleepFollower, Start, WakeUpGivenUp
 
 
 class Redis:
@@ -32,6 +33,10 @@ class Worker:
         self.may = asyncio.Event()
         self.may.set()
         self.fails: list[Exception] = []
+        self.given_up = 0
+
+    def give_up(self) -> None:
+        self.given_up += 1
 
     async def fall_asleep(self, level: int) -> None:
         self.moves.append(level)
@@ -46,8 +51,8 @@ class Worker:
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("LOOK_S", "RETRY_S"):
-        monkeypatch.setattr(f"services.queue.sleep.{name}", 0.01)
+    for name, seconds in (("LOOK_S", 0.01), ("RETRY_S", 0.01), ("MAX_RETRY_S", 0.05)):
+        monkeypatch.setattr(f"services.queue.sleep.{name}", seconds)
 
 
 @asynccontextmanager
@@ -56,7 +61,8 @@ async def following(redis: Redis, worker: Worker, **options: float) -> AsyncIter
         redis,  # type: ignore[arg-type]
         fall_asleep=worker.fall_asleep,
         wake_up=worker.wake_up,
-        **options,
+        give_up=worker.give_up,
+        **options,  # type: ignore[arg-type]
     )
     task = asyncio.create_task(follower.run())
     yield follower
@@ -125,15 +131,106 @@ async def test_experts_wait_for_attention_workers_for_a_while() -> None:
         await eventually(lambda: worker.moves == [1])
 
 
+async def test_a_wake_up_that_waits_for_others_is_given_up_where_sleep_is_ordered() -> None:
+    redis, worker = Redis(ordered=1), Worker()
+    async with following(redis, worker) as follower:
+        await eventually(lambda: follower.level == 1)
+        worker.may.clear()
+        redis.ordered = 0
+        await eventually(lambda: worker.moves == [1, "up"])
+        asked = worker.given_up
+        redis.ordered = 2
+        await eventually(lambda: worker.given_up > asked)
+        worker.fails = [WakeUpGivenUp()]
+        worker.may.set()
+        await eventually(lambda: follower.level == 2)
+        assert worker.moves == [1, "up", 1, 2], "what the wake-up took is given back, then it sleeps more deeply"
+
+
+async def test_a_failed_wake_up_holds_nothing_while_the_worker_gives_its_memory_back() -> None:
+    class Weights:
+        pass
+
+    alive: list[bool] = []
+
+    class Full(Worker):
+        held: weakref.ref[Weights] | None = None
+
+        async def wake_up(self) -> None:
+            weights = Weights()
+            self.held = weakref.ref(weights)
+            try:
+                raise MemoryError
+            except MemoryError as error:
+                raise OutOfMemory("Others have it.") from error
+
+        async def fall_asleep(self, level: int) -> None:
+            alive.append(self.held is not None and self.held() is not None)
+            await super().fall_asleep(level)
+
+    redis, worker = Redis(ordered=1), Full()
+    async with following(redis, worker) as follower:
+        await eventually(lambda: follower.level == 1)
+        redis.ordered = 0
+        await eventually(lambda: len(worker.moves) > 2)
+    assert len(alive) > 1
+    assert not any(alive)
+
+
+async def test_tries_to_wake_up_become_rarer() -> None:
+    redis, worker = Redis(ordered=1), Worker()
+    pauses: list[float] = []
+    worker.fails = [OutOfMemory("Others have it.") for _ in range(6)]
+    async with following(redis, worker) as follower:
+        await eventually(lambda: follower.level == 1)
+        pause = follower._pause
+
+        async def noted() -> None:
+            pauses.append(follower._retry_s)
+            await pause()
+
+        follower._pause = noted  # type: ignore[method-assign]
+        redis.ordered = 0
+        await eventually(lambda: follower.level == AWAKE)
+    assert pauses == [0.01, 0.02, 0.04, 0.05, 0.05, 0.05]
+
+
+async def test_a_worker_that_cannot_serve_yet_sleeps_first() -> None:
+    redis, worker = Redis(ordered=0), Worker()
+    async with following(redis, worker, begins=2) as follower:
+        await eventually(lambda: worker.moves == [2, "up"])
+        await eventually(lambda: follower.level == AWAKE)
+        assert redis.noted[0] == MOVING
+
+
 async def test_a_worker_that_starts_amid_a_sleep_waits_for_its_end() -> None:
     redis = Redis(ordered=1)
-    task = asyncio.create_task(until_awake(redis))  # type: ignore[arg-type]
+    start = Start(redis)  # type: ignore[arg-type]
+    task = asyncio.create_task(start.until_awake())
     await eventually(lambda: len(redis.noted) > 3)
     assert not task.done()
     assert set(redis.noted[1:]) == {2}, "it holds nothing, which is as deep as it gets"
     redis.ordered = 0
     await task
-    assert redis.noted[-1] == AWAKE
+    noting = asyncio.create_task(start.keep())
+    looks = len(redis.noted)
+    await eventually(lambda: len(redis.noted) > looks + 3)
+    assert set(redis.noted[looks:]) == {MOVING}, "requests wait for it while it loads"
+    assert not start.ordered.is_set()
+    redis.ordered = 2
+    await start.ordered.wait()
+    assert start.level == 2
+    await ended([noting])
+
+
+async def test_a_worker_that_starts_says_so_until_it_follows() -> None:
+    redis = Redis()
+    start = Start(redis)  # type: ignore[arg-type]
+    await start.until_awake()
+    noting = asyncio.create_task(start.keep())
+    await eventually(lambda: len(redis.noted) > 3)
+    assert set(redis.noted) == {STARTING}
+    await ended([noting])
 
 
 @pytest.mark.parametrize(
@@ -142,6 +239,8 @@ async def test_a_worker_that_starts_amid_a_sleep_waits_for_its_end() -> None:
         (0, [0, 0], False, 0),
         (0, [], False, 0),
         (0, [0, -1, 2], True, 2),
+        (0, [0, -2], False, 1),
+        (1, [1, -2], True, 1),
         (1, [0, -1, 1, 2], True, 2),
         (2, [2, 1, 2], True, 1),
         (2, [], True, 0),
