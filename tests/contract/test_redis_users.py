@@ -89,7 +89,7 @@ async def test_lua_of_ones_own_runs_for_nobody_who_serves(users: Users, redis_se
 FOREIGN = {
     "experts": "req:1 prompt:1 queue:5:t ring:5 deficit:5 leases results:g1 inbox:w worker:w held:w owned:g dead:1 "
     "dead keys leader leader:epoch idem:t:h rate:t tenant:t gateways workers targets",
-    "gateway": "seats seat:e seat_numbers table table_epoch table_readers dead dead:1 targets run_id",
+    "gateway": "seat:e seat_numbers table table_epoch table_readers dead dead:1 targets run_id",
     "attention": "keys idem:t:h rate:t leader leader:epoch gateways claims seq seats seat:e targets run_id",
     "workers": "keys idem:t:h rate:t leader leader:epoch gateways claims seq targets run_id",
     "scheduler": "keys idem:t:h rate:t",
