@@ -21,12 +21,13 @@ from ray import serve
 
 from services.config import ATTENTION, COLOCATED, EXPERTS, SCHEDULER, Settings
 from services.errors import ConfigError, QueueUnavailable, StartupError
-from services.queue.connect import command, connect
+from services.queue.connect import connect
 from services.queue.keys import Keys
+from services.queue.loads import LoadReader
 from services.ray.arguments import Arguments
-from services.ray.fleet import Fleet, Gone, nodes
-from services.ray.gateway import INTRODUCE_S
-from services.ray.members import DRAINS, REDIS, Members
+from services.ray.fleet import REDIS, Fleet, Gone, nodes
+from services.ray.gateway import INTRODUCE_S, ends_after_s
+from services.ray.members import DRAINS, Members
 from services.ray.units import units
 from services.runtime import configure_logging
 from services.scheduler.scaling.targets import ScalingOptions, Target, unpack_targets
@@ -107,7 +108,7 @@ class Controller:
         await asyncio.wait([self._loop_task])
         if not await asyncio.to_thread(_is_deleted, self._app):
             return
-        await asyncio.to_thread(_until_gateways_end, self._app, _gateways_s(self._settings))
+        await asyncio.to_thread(_until_gateways_end, self._app, ends_after_s(self._settings))
         await self._members.stop_all(_STOPPED_IN_TURN)
         with suppress(Gone, ray.exceptions.RayError, TimeoutError):
             redis = self._fleet.find(REDIS)
@@ -119,14 +120,17 @@ class Controller:
         try:
             await self._begin()
             self._up.set()
-            notices = Notices(str(self._settings.redis_url), self._settings.namespace)
+            url, namespace = str(self._settings.redis_url), self._settings.namespace
+            notices, redis = Notices(url, namespace), connect(url, max_connections=1)
+            loads = LoadReader(redis, Keys(namespace))
             try:
                 while True:
-                    await self._round(notices)
+                    await self._round(notices, loads)
                     self._round_at = asyncio.get_running_loop().time()
                     await asyncio.sleep(_PAUSE_S)
             finally:
                 await notices.aclose()
+                await redis.aclose()
         except Exception as error:
             log.exception("the controller's loop ended")
             self._failure = error
@@ -178,33 +182,24 @@ class Controller:
         url: str = await self._fleet.start_redis(folder).url.remote()
         return url
 
-    async def _round(self, notices: Notices) -> None:
-        if not await self._read_targets():
+    async def _round(self, notices: Notices, loads: LoadReader) -> None:
+        if not await self._read_targets(loads):
             return
         found = units(self._settings, schedulers=self._arguments.schedulers, targets=self._targets)
         await self._members.round(found, self._settings, self._secret, notices)
 
-    async def _read_targets(self) -> bool:
+    async def _read_targets(self, loads: LoadReader) -> bool:
         """Follow the leading scheduler's targets; those that were read last hold while Redis does not answer. Return
         False where none could be read yet, and processes are there: their numbers are not known to be wrong."""
         if self._settings.autoscale == "off":
             return True
-        redis = connect(str(self._settings.redis_url))
         try:
-            kept = await command(redis, "GET", Keys(self._settings.namespace).targets)
             ranks = ScalingOptions.of(self._settings).ranks
-            self._targets = unpack_targets(kept, ranks) or self._targets
+            self._targets = unpack_targets(await loads.targets(), ranks) or self._targets
             self._adopted = False
         except QueueUnavailable as error:
             log.warning("cannot read the wanted replicas: %s", error.message)
-        finally:
-            await redis.aclose()
         return not self._adopted
-
-
-def _gateways_s(settings: Settings) -> float:
-    """Return how long gateways may take to end: Serve lets their open requests end first."""
-    return settings.request_timeout + settings.drain_timeout + settings.drain_delay + _LAST_WORDS_S
 
 
 def _until_gateways_end(app: str, limit_s: float) -> None:
@@ -226,7 +221,7 @@ def _is_deleted(app: str) -> bool:
 
 def controller_of(arguments: Arguments, settings: Settings, class_: type = Controller) -> Any:
     """Return the deployment of ``class_``, bound to its arguments."""
-    drain_s = _gateways_s(settings) + 3 * DRAINS * settings.drain_timeout + 60.0  # then attention, experts, schedulers
+    drain_s = ends_after_s(settings) + 3 * DRAINS * settings.drain_timeout + 60.0  # then attention, experts, schedulers
     deployment = serve.deployment(
         name="Controller",
         num_replicas=1,

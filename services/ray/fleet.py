@@ -19,6 +19,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from services.ray.arguments import Resources
 from services.ray.keeper import Report
 
+REDIS = "redis"
+"""Name of the private Redis' actor."""
 NAMESPACE = "expertmesh"
 """Ray's namespace of all actors here."""
 _ANSWER_S = 5.0
@@ -99,7 +101,7 @@ class Fleet:
         from expertmesh import ray as owned
 
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        options = self._options("redis") | {"num_cpus": 0, "scheduling_strategy": here, "get_if_exists": True}
+        options = self._options(REDIS) | {"num_cpus": 0, "scheduling_strategy": here, "get_if_exists": True}
         return ray.remote(owned.RedisKeeper).options(**options).remote(folder)
 
     async def report(self, handle: Any) -> Report | None:

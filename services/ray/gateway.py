@@ -34,6 +34,7 @@ from services.runtime.tracing import tracing
 from services.supervisor.handover import held_ports
 
 _DISCOVERY = "/metrics/targets"
+_LAST_WORDS_S = 10.0
 INTRODUCE_S = 10.0
 """How often each replica names its page to the controller."""
 
@@ -180,6 +181,11 @@ class Gateway:
             await asyncio.sleep(INTRODUCE_S)
 
 
+def ends_after_s(settings: Settings) -> float:
+    """Return how long a replica may take to end: Serve waits for open requests first, and only then for its drain."""
+    return settings.request_timeout + settings.drain_timeout + settings.drain_delay + _LAST_WORDS_S
+
+
 def gateway_of(arguments: Arguments, settings: Settings, controller: Any, class_: type = Gateway) -> Any:
     """Return the deployment of ``class_`` that is the application's way in, bound to its arguments."""
     gateways = arguments.gateways
@@ -193,8 +199,7 @@ def gateway_of(arguments: Arguments, settings: Settings, controller: Any, class_
             "max_replicas": gateways.max_replicas,
             "target_ongoing_requests": gateways.target_requests,
         },
-        # Serve waits for open requests first, and only then for the gateway's own drain.
-        graceful_shutdown_timeout_s=settings.request_timeout + settings.drain_timeout + settings.drain_delay + 10.0,
+        graceful_shutdown_timeout_s=ends_after_s(settings),
         graceful_shutdown_wait_loop_s=0.2,
         ray_actor_options={"num_cpus": gateways.cpus}
         | ({"runtime_env": arguments.runtime_env} if arguments.runtime_env else {}),

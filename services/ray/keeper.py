@@ -85,6 +85,7 @@ class Keeper:
             log=f"worker-{context.get_worker_id()}",
         )
         self._readiness: Readiness | None = None
+        self._children = Children(COMMANDS, new_policy=RestartPolicy, stop_margin_s=_STOP_MARGIN_S)
         self._ended = threading.Event()
         self._stop: asyncio.Event | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -98,7 +99,8 @@ class Keeper:
         if report.state in ("failed", "stopped") or self._readiness is None:
             return report
         missing = ", ".join(self._readiness.missing())
-        return replace(report, state="starting" if missing else "ready", waits_for=missing)
+        pid = self._children.pid(self._name)
+        return replace(report, pid=pid, state="starting" if missing else "ready", waits_for=missing)
 
     def secret(self) -> str:
         """Return the fabric's secret: a controller that starts again has lost it."""
@@ -118,7 +120,7 @@ class Keeper:
         self._stop, self._loop = asyncio.Event(), asyncio.get_running_loop()
         try:
             await self._keep(self._stop)
-            self._report = replace(self._report, state="stopped" if self._stop.is_set() else "failed", pid=None)
+            self._report = replace(self._report, state="stopped" if self._stop.is_set() else "failed")
         except StartupError as error:
             log.error("%s", error.message)
             self._report = replace(self._report, state="failed", waits_for=error.message)
@@ -138,8 +140,7 @@ class Keeper:
         with RunFolder() as folder, ExitStack() as ports:
             (page,) = held_ports("0.0.0.0", 1, ports)
             self._readiness = readiness = Readiness({self._name: base_url("127.0.0.1", page)})
-            notices = Notices(settings.redis_url, settings.namespace)
-            children = Children(COMMANDS, new_policy=RestartPolicy, stop_margin_s=_STOP_MARGIN_S)
+            notices, children = Notices(settings.redis_url, settings.namespace), self._children
             outlook = Outlook(
                 spared=lambda: True,  # others may do its work, and the controller sees that it keeps failing
                 proven=lambda: readiness.ever,
@@ -149,7 +150,7 @@ class Keeper:
             )
             try:
                 await children.start_role(self._name, self._role, self._written(folder, page), outlook=outlook)
-                code = await children.watch(stop, self._follow(children, readiness))
+                code = await children.watch(stop, readiness.follow())
                 if code:
                     self._report = replace(self._report, waits_for=f"it ended with exit code {code}; its log says why")
             finally:
@@ -175,16 +176,6 @@ class Keeper:
     def _started(self, page: int, readiness: Readiness) -> None:
         readiness.started(self._name)
         self._report = replace(self._report, metrics_port=page, starts=self._report.starts + 1)
-
-    async def _follow(self, children: Children, readiness: Readiness) -> None:
-        """Keep the number of the child's process, and ask its page, until cancelled."""
-        following = asyncio.create_task(readiness.follow())
-        try:
-            while True:
-                self._report = replace(self._report, pid=children.pid(self._name))
-                await asyncio.sleep(0.1)
-        finally:
-            following.cancel()
 
 
 def node_address() -> str:

@@ -18,14 +18,12 @@ from ray.util.metrics import Gauge
 
 from services.config import Settings
 from services.ray.arguments import Arguments, handed_over
-from services.ray.fleet import Fleet, Gone, Place, Unavailable
+from services.ray.fleet import REDIS, Fleet, Gone, Place, Unavailable
 from services.ray.keeper import Report
 from services.ray.placement import Placement
 from services.ray.units import Unit, digest, model_digest
 from services.supervisor.notices import Notices
 
-REDIS = "redis"
-"""Name of the private Redis' actor, which is no member."""
 _PAUSE_S = 1.0
 _AGAIN_S = 0.2
 _NO_ROOM_S = 5.0
