@@ -42,8 +42,11 @@ Change = Callable[[dict[int, ExpertWeights]], object]
 
 @dataclass(frozen=True)
 class Model:
+    """A checkpoint, how its experts are held, and the option with which `expertmesh digests` names that."""
+
     folder: Path
     expert_format: ExpertFormat = "auto"
+    option: str = ""
 
     @property
     def spec(self) -> ModelSpec:
@@ -57,9 +60,10 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     if request.param == "float32":
         return Model(plain)
     if request.param == "rounded to int8":
-        return Model(plain, "int8")
-    form = FORMATS["gptq-int8-row" if request.param == "stored int8" else "gptq-int4-act-order"]
-    return Model(quantise(plain, tmp_path_factory.mktemp("quantised"), form).folder)
+        return Model(plain, "int8", " --expert-format int8")
+    form, held = ("gptq-int8-row", "int8") if request.param == "stored int8" else ("gptq-int4-act-order", "dense")
+    folder = quantise(plain, tmp_path_factory.mktemp("quantised"), FORMATS[form]).folder
+    return Model(folder, option=f" --expert-format {held}")
 
 
 class Joining:
@@ -163,8 +167,7 @@ def test_where_the_checkpoint_has_no_digests_nobody_is_asked(
     digests_file(model.folder, model.spec).unlink()
     with caplog.at_level(logging.INFO):
         assert worker.holds_the_checkpoint()
-    option = " --expert-format FORMAT" if model.spec.experts.label else ""
-    assert f"`expertmesh digests FOLDER{option}` writes the file" in caplog.text
+    assert f"`expertmesh digests FOLDER{model.option}` writes the file" in caplog.text
     assert not worker.source._reception._threads
     assert worker.loader.faults.totals() == {}
 
