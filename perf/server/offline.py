@@ -8,7 +8,7 @@
     mix      ExpertFlow's mix, all requests at once: prompts of 8 to 128 tokens, answers of 1 to 128; for each budget,
              with how long steps of each kind took
     long     prompts of 8,000 tokens beside 64 streams: gaps between the streams' tokens
-    kernels  where the GPU's time goes: kernels of decode steps of 1 and of 64 rows, and of four prompts of 2,000
+    kernels  where the GPU's time goes: kernels of 32 decode steps of 1, 32 and 512 rows, and of four prompts of 2,000
 
 Needs torch, triton, numpy and msgspec. Prints as it goes.
 """
@@ -50,6 +50,8 @@ PROMPTS = ((1, 2000), (16, 2000), (4, 8000), (1, 32_000))
 PAST, DRAWN = 128, 128
 MAX_KERNELS = 24
 """Kernels that are listed."""
+PROFILED = 32
+"""Steps whose kernels are counted."""
 KV_TOKENS = 300_000
 Found = dict[str, Any]
 
@@ -168,18 +170,33 @@ class Bench:
             }  # fmt: skip
 
     def kernels(self) -> Iterator[Found]:
-        for name, sizes in (("decode 1", [(PAST, 40)]), ("decode 64", [(PAST, 40)] * 64), ("4x2000", [(2000, 1)] * 4)):
+        for name, sizes in [(f"decode {rows}", [(PAST, 40)] * rows) for rows in (1, 32, 512)] + [
+            ("4x2000", [(2000, 1)] * 4)
+        ]:
             self.timed(sizes)
+            before = self.engine.stats().prefill_tokens
+            for request in self.requests(sizes):
+                self.engine.add(request)
+            while sizes[0][1] > 1 and self.engine.stats().prefill_tokens < before + len(sizes) * PAST:
+                self.engine.step()
+            torch.cuda.synchronize()
             with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-                seconds = self.timed(sizes)
+                began, steps = time.perf_counter(), 0
+                while self.engine.has_work and steps < PROFILED:
+                    self.engine.step()
+                    steps += 1
+                torch.cuda.synchronize()
+                seconds = time.perf_counter() - began
+            while self.engine.has_work:
+                self.engine.step()
             found = sorted(profile.key_averages(), key=lambda one: -one.self_device_time_total)
             busy = sum(one.self_device_time_total for one in found) / 1e6
-            top = [
-                f"{one.self_device_time_total / 1e3:.2f} ms in {one.count}: {one.key[:90]}"
-                for one in found[:MAX_KERNELS]
-            ]
-            say("\n".join(top))
-            yield {"steps": name, "s": seconds, "busy_s": busy, "launches": sum(one.count for one in found)}
+            for one in found[:MAX_KERNELS]:
+                say(f"{one.self_device_time_total / steps / 1e3:.3f} ms in {one.count / steps:.1f}: {one.key[:90]}")
+            yield {
+                "rows": name, "steps": steps, "ms": 1e3 * seconds / steps, "busy_ms": 1e3 * busy / steps,
+                "launches": sum(one.count for one in found) / steps,
+            }  # fmt: skip
 
     def _gaps(self, prompts: int) -> Iterator[float]:
         streams = self.requests([(PAST, 400)] * 64)
