@@ -101,7 +101,10 @@ def _run_pair(work: tuple[list[Check], str]) -> list[Outcome]:
 
 
 def _run_group(group: list[Check], device: str) -> list[Outcome]:
-    return [_run_one(check, device) for check in group]
+    outcomes = [_run_one(check, device) for check in group]
+    if device != "cpu":
+        torch.cuda.empty_cache()  # the other processes want memory, too
+    return outcomes
 
 
 def _run_one(check: Check, device: str) -> Outcome:

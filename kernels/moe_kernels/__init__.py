@@ -8,6 +8,7 @@ says what they mean. Every op can be held in a CUDA graph.
 from moe_kernels.activations.op import Activation
 from moe_kernels.arguments import ArgumentError
 from moe_kernels.combine.op import combine
+from moe_kernels.counts.op import count_pairs
 from moe_kernels.experts.op import WeightsOn, fused_moe, grouped_mlp
 from moe_kernels.experts.ordered import fold_order
 from moe_kernels.plan.op import plan
@@ -37,6 +38,7 @@ __all__ = [
     "Weight",
     "WeightsOn",
     "combine",
+    "count_pairs",
     "dequantize_experts",
     "fold_order",
     "from_codes",

@@ -170,7 +170,7 @@ class Bench:
             }  # fmt: skip
 
     def kernels(self) -> Iterator[Found]:
-        for name, sizes in [(f"decode {rows}", [(PAST, 40)] * rows) for rows in (1, 32, 512)] + [
+        for name, sizes in [(f"decode {rows}", [(PAST, 100)] * rows) for rows in (1, 32, 512)] + [
             ("4x2000", [(2000, 1)] * 4)
         ]:
             self.timed(sizes)

@@ -1,6 +1,6 @@
 """Counts how many rows each expert took, in every link that dispatches them.
 
-Legend: T rows, K experts chosen per row, E experts, S = T x K pairs.
+Legend: T rows, K experts chosen per row, E experts.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from moe_kernels import count_pairs
 from services.fabric.device_counters import Counters
 from services.fabric.link import SynchronousLink
 
@@ -26,8 +27,7 @@ class ExpertRows:
         counts_E = self._rows[layer]
         if counts_E.device != expert_ids_TK.device:
             counts_E = self._rows[layer] = counts_E.to(expert_ids_TK.device)
-        ids_S = expert_ids_TK.flatten()
-        counts_E.scatter_add_(0, ids_S.clamp(min=0), (ids_S >= 0).to(counts_E.dtype))
+        count_pairs(counts_E, expert_ids_TK)
 
     def totals(self) -> dict[int, list[int]]:
         """Return the rows since the start by layer and expert; a running step may be counted in part."""

@@ -137,7 +137,7 @@ class DenseModel:
         assert router_ED is not None, f"layer {layer} has no experts"
         flags = self.spec.router
         return route(
-            self.products.linear(h_TD.float(), router_ED),
+            self.products.scores(h_TD, router_ED),
             top_k=self.spec.top_k,
             score=flags.score,
             order=flags.order,

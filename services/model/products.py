@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -27,6 +28,9 @@ class Products(Protocol):
 
     def linear(self, x_TI: Tensor, w_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
         """Return x w^T + bias, in x's dtype."""
+
+    def scores(self, x_TD: Tensor, w_ED: Tensor) -> Tensor:
+        """Return x w^T in float32. ``w_ED`` is float32, or on a GPU of x's dtype."""
 
     def each(self, op: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """Return ``op``, which is made of exponentials or angles, of each element."""
@@ -51,6 +55,11 @@ class FastestProducts:
     def linear(self, x_TI: Tensor, w_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
         return F.linear(x_TI, w_OI, bias_O)
 
+    def scores(self, x_TD: Tensor, w_ED: Tensor) -> Tensor:
+        if w_ED.dtype == torch.float32:
+            return F.linear(x_TD.float(), w_ED)
+        return torch.mm(x_TD, w_ED.T, out_dtype=torch.float32)
+
     def each(self, op: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         return op(x)
 
@@ -73,6 +82,9 @@ class InvariantProducts:
 
     def linear(self, x_TI: Tensor, w_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
         return invariant.linear(x_TI, w_OI, bias_O)
+
+    def scores(self, x_TD: Tensor, w_ED: Tensor) -> Tensor:
+        return invariant.linear(x_TD.float(), w_ED.float())
 
     def each(self, op: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """On a GPU every element takes the same instructions anyway."""

@@ -204,6 +204,9 @@ class _Remembering:
     def shape(self, name: str) -> Shape:
         return self.tensors.shape(name)
 
+    def stored_in(self, name: str, dtype: torch.dtype) -> bool:
+        return self.tensors.stored_in(name, dtype)
+
     def kind(self, name: str) -> Kind | None:
         return self.tensors.kind(name)
 

@@ -25,6 +25,7 @@ from services.model.held_experts import held_experts
 from services.model.load_spec import load_spec
 from services.model.names import EMBED, Shape, dense_shapes, expert_shapes
 from services.model.spec import ModelSpec
+from services.model.stored_tensors import DTYPES
 from services.model.tensor_reads import Place, read_tensors, refuse_overflow
 from services.model.weights_sample import with_weights
 
@@ -36,6 +37,9 @@ class Tensors(Protocol):
     """Tensors by name."""
 
     def shape(self, name: str) -> Shape: ...
+
+    def stored_in(self, name: str, dtype: torch.dtype) -> bool:
+        """Return whether a tensor is stored in ``dtype``."""
 
     def kind(self, name: str) -> Kind | None:
         """Return the form in which a weight can be held as it is stored; None: as numbers, or rounded."""
@@ -97,6 +101,9 @@ class StoredTensors:
     def shape(self, name: str) -> Shape:
         return self.checkpoint.shape(name)
 
+    def stored_in(self, name: str, dtype: torch.dtype) -> bool:
+        return DTYPES.get(self.checkpoint.entry(name).dtype) == dtype and not self.checkpoint.quantised(name)
+
     def kind(self, name: str) -> Kind | None:
         return self.checkpoint.kind(name)
 
@@ -148,6 +155,7 @@ class RandomTensors:
 
     def __init__(self, spec: ModelSpec, device: torch.device, seed: int) -> None:
         self._device, self._seed = device, seed
+        self._dtype: torch.dtype = getattr(torch, spec.dtype)
         self._shapes = dense_shapes(spec) | expert_shapes(spec)
 
     def read(self, name: str) -> Tensor:
@@ -162,6 +170,11 @@ class RandomTensors:
 
     def shape(self, name: str) -> Shape:
         return self._shapes[name]
+
+    def stored_in(self, name: str, dtype: torch.dtype) -> bool:
+        """They would be in the dtype that config.json names."""
+        del name
+        return dtype == self._dtype
 
     def kind(self, name: str) -> Kind | None:
         del name

@@ -38,7 +38,8 @@ class FfnWeights:
 class LayerWeights:
     """The dense part of one layer. ``qkv`` holds the query heads, then the key heads, then the value heads.
 
-    ``ffn`` is the layer's only network or its shared expert. The router stays float32: bfloat16 logits tie.
+    ``ffn`` is the layer's only network or its shared expert. The router gives float32, for bfloat16 logits tie: its
+    weights are float32, or on a GPU of the serving dtype if they are stored in it.
     """
 
     attention_norm_D: Tensor
@@ -179,6 +180,11 @@ class _Reader:
         shape = self._tensors.shape(name)
         return self.into(empty(shape, dtype or self._dtype, self._device), name)
 
+    def router(self, name: str) -> Tensor:
+        """Return a router's weights, not rounded: only GPUs multiply other numbers than float32 into float32."""
+        narrow = self._device.type == "cuda" and self._tensors.stored_in(name, self._dtype)
+        return self.tensor(name, dtype=self._dtype if narrow else torch.float32)
+
     def into(self, target: Tensor, name: str) -> Tensor:
         """Have :meth:`read` fill ``target`` with the tensor called ``name``. Returns it."""
         self._places.append(Place(name=name, target=target))
@@ -228,7 +234,7 @@ def _dense_layer(reader: _Reader, spec: ModelSpec, layer: int) -> LayerWeights:
         ffn_norm_D=reader.tensor(name("post_attention_layernorm.weight")),
         ffn=ffn,
         shared_gate_1D=reader.tensor(names.shared_gate(layer)) if shared else None,
-        router_ED=reader.tensor(names.router(layer), dtype=torch.float32) if has_experts else None,
+        router_ED=reader.router(names.router(layer)) if has_experts else None,
     )
 
 

@@ -48,7 +48,7 @@ def test_a_crowd_changes_no_bit_of_batch_invariant_answers(dtype: torch.dtype) -
     requests = [request(one["id"], one["prompt_ids"], MAX_TOKENS, logprobs=5) for one in recorded()[:64]]
     sizes = {"max_num_batched_tokens": 256, "max_model_len": 512}
     alone = parts.engine(None, max_num_seqs=1, kv_blocks=64, prefix_cache=False, **sizes)
-    crowded = parts.engine(CudaCapture(GPU), max_num_seqs=48, kv_blocks=200, lookahead="all", **sizes)
+    crowded = parts.engine(CudaCapture(GPU), max_num_seqs=48, kv_blocks=96, lookahead="all", **sizes)
     crowded.prepare()
     wanted = {each.id: answers_of(alone, [each])[each.id] for each in requests}
     assert answers_of(crowded, requests) == wanted

@@ -9,6 +9,7 @@ from typing import Any, Final
 import torch
 
 from bench.checks.base import Check, kernels, random, references, require, share
+from moe_kernels.counts.op import count_pairs
 from moe_kernels.plan.op import plan
 from moe_kernels.plan.types import Plan
 from moe_kernels.router.op import route
@@ -49,16 +50,25 @@ def routing_checks() -> list[Check]:
         for rows in ROWS
         for ties in (False, True)
     ]
-    return found + [
-        Check(
-            name=f"plan {kind} rows {rows} experts {experts}",
-            key=f"plan {kind} {experts}",
-            run=partial(check_plan, kind, rows, experts),
-        )
-        for kind in PLANS
-        for experts in (8, 128)
+    counts = [
+        Check(name=f"count experts {experts} rows {rows}", key="count", run=partial(check_count, experts, rows))
+        for experts in (8, 60, 128, 256)
         for rows in ROWS
     ]
+    return (
+        found
+        + counts
+        + [
+            Check(
+                name=f"plan {kind} rows {rows} experts {experts}",
+                key=f"plan {kind} {experts}",
+                run=partial(check_plan, kind, rows, experts),
+            )
+            for kind in PLANS
+            for experts in (8, 128)
+            for rows in ROWS
+        ]
+    )
 
 
 def check_route(family: str, rows: int, ties: bool, device: str) -> float:
@@ -80,6 +90,18 @@ def check_route(family: str, rows: int, ties: bool, device: str) -> float:
     require(different <= (0 if ties else rows // 1000), f"{different} of {rows} rows chose other experts")
     same = (ids_TK == expected_TK).all(1)
     return share(weights_TK[same], wanted_TK[same], torch.float32)
+
+
+def check_count(experts: int, rows: int, device: str) -> float:
+    generator = torch.Generator().manual_seed(rows)
+    ids_TK = torch.randint(-2, experts + 3, (rows, 8), generator=generator).to(device)
+    found, wanted = (torch.arange(experts, device=device) for _ in range(2))
+    with kernels(device):
+        count_pairs(found, ids_TK)
+    with references():
+        count_pairs(wanted, ids_TK)
+    require(torch.equal(found, wanted), "counts differ")
+    return 0.0
 
 
 def check_plan(kind: str, rows: int, experts: int, device: str) -> float:

@@ -14,7 +14,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, empty
 
-from moe_kernels import QuantisedWeight, combine, dequantize_experts, fused_moe, grouped_mlp, plan, route
+from moe_kernels import QuantisedWeight, combine, count_pairs, dequantize_experts, fused_moe, grouped_mlp, plan, route
 from moe_kernels import tiles as table
 from moe_kernels.activations.op import Activation, gated
 from moe_kernels.add_rms_norm.op import add_rms_norm
@@ -90,6 +90,10 @@ def tiled(op: str, tiles: dict[str, int], call: Callable[[], object]) -> None:
 
 def packed(experts: int, outputs: int, inputs: int, **kind: Any) -> QuantisedWeight:
     return QuantisedWeight.empty((experts, outputs, inputs), device=empty(0).device, **kind)
+
+
+def count(experts: int, rows: int) -> None:
+    count_pairs(empty(experts, dtype=torch.int64), empty(rows, 8, dtype=torch.int64))
 
 
 def router(experts: int, top_k: int, rows: int = 64, *, keep: bool = False, bias: bool = False, **flags: Any) -> None:
@@ -292,6 +296,7 @@ SERVED: Calls = {
     **_experts("fp16", 1, 16, 4096),
     **_experts("fp32", 1, 16, 512),
     "route-softmax": partial(router, 128, 8),
+    "count": partial(count, 128, 64),
     **_decode("bf16", 32, 4, 128),
     **_decode("fp32", 8, 4, 32),
     **_attention("bf16", 32, 4, 128),

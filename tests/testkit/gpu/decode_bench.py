@@ -71,13 +71,14 @@ def random_dense(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> D
     def draw(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
         return (torch.randn(shape, generator=generator, device=device) / shape[-1] ** 0.5).to(dtype)
 
+    router = dtype if device.type == "cuda" else torch.float32
     ones_D = torch.ones(spec.hidden_size, dtype=dtype, device=device)
     ones_H = torch.ones(spec.head_dim, dtype=dtype, device=device)
     layers = tuple(
         LayerWeights(
             attention_norm_D=ones_D, qkv_OD=draw(spec.q_size + 2 * spec.kv_size, spec.hidden_size), qkv_bias_O=None,
             q_norm=ones_H, k_norm=ones_H, o_DO=draw(spec.hidden_size, spec.q_size), o_bias_D=None, ffn_norm_D=ones_D,
-            ffn=None, shared_gate_1D=None, router_ED=draw(spec.num_experts, spec.hidden_size, dtype=torch.float32) * 4,
+            ffn=None, shared_gate_1D=None, router_ED=draw(spec.num_experts, spec.hidden_size, dtype=router) * 4,
         )
         for _ in spec.layers
     )  # fmt: skip
