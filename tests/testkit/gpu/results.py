@@ -26,7 +26,7 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 RECORD = ROOT / "tests/gpu_results.json"
-MAX_COMMITS = 20
+MAX_COMMITS = 30
 """Most commits that may change a room after the recorded run. A merge is none: what it brings has been counted. Time
 does not count: what stays as it is does not age."""
 
