@@ -1,9 +1,10 @@
 """Scaling on Ray by the scheduler's own numbers: load comes and goes, a shard group grows, all sleep and wake.
 
-    PYTHONPATH=.:kernels:tests .venv/bin/python perf/server/ray_scaling.py [--load-s 90] [--streams 16]
+    PYTHONPATH=.:kernels:tests .venv/bin/python perf/server/ray_scaling.py [--load-s 240] [--streams 16]
 
 One Ray node, the pocket model, four attention workers and two shard groups of one to three seats. A target for the time
-per token that two cores cannot hold makes the group that steps wait for the bottleneck. Each change is a line: seconds,
+per token that two cores cannot hold makes the groups that steps wait for the bottleneck. Latencies are heard 45 s after
+seats have changed, so the load lasts until the first group has three, or --load-s. Each change is a line: seconds,
 the scheduler's numbers, the processes that are ready, requests answered and failed.
 """
 
@@ -90,7 +91,7 @@ class Watch:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--load-s", type=float, default=90.0)
+    parser.add_argument("--load-s", type=float, default=240.0)
     parser.add_argument("--streams", type=int, default=16)
     options = parser.parse_args()
     ray.init(num_cpus=16, num_gpus=0, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
@@ -104,7 +105,7 @@ def main() -> None:
         watch = Watch(load)
         watch.until("start", 180, lambda ready: ready["attention"] == 4)
         load.on.set()
-        watch.until("load", options.load_s, lambda _: False)
+        watch.until("load", options.load_s, lambda ready: ready["experts-0"] == 3)
         load.on.clear()
         watch.until("no load", 120, lambda ready: set(ready) == {"scheduler"})
         began = time.monotonic()

@@ -20,8 +20,7 @@ from services.bench.progress import Progress
 from services.bench.report import Figure, Kind, Report, encoded, origin
 from services.bench.sides import OURS, VLLM, Side
 from services.bench.table import text
-from services.config import nearest_hint
-from services.errors import ConfigError
+from services.config import chosen
 
 if TYPE_CHECKING:
     from services.bench.ours import OurEngine
@@ -49,17 +48,10 @@ def main(argv: Sequence[str]) -> int:
         "throughput": _throughput,
         "serve": _serve,
     }
-    first, rest = (argv[0], argv[1:]) if argv else ("", [])
-    if first in ("", "-h", "--help", "help"):
-        print(_USAGE)
-        return 0 if first else 2
-    if first not in commands:
-        raise ConfigError(
-            f"There is no `expertmesh bench {first}`.", hint=nearest_hint(first, commands) or "See `bench --help`."
-        )
+    measure = chosen("expertmesh bench", argv, commands, _USAGE)
     with signals() as stop:
         try:
-            return commands[first](rest, stop)
+            return measure(argv[1:], stop)
         except KeyboardInterrupt:
             print("\nexpertmesh: ended before anything was measured.", file=sys.stderr)
             return _INTERRUPTED

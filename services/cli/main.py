@@ -71,6 +71,18 @@ def _from(module: str) -> Callable[[Arguments], int]:
     return run
 
 
+def _watching(module: str) -> Callable[[Arguments], int]:
+    """Returns the ``main`` of a command about a deployment, which may be on a Ray cluster."""
+
+    def run(argv: Arguments) -> int:
+        from services.ray.command import application
+
+        code: int = importlib.import_module(module).main(argv, on_ray=application)
+        return code
+
+    return run
+
+
 COMMANDS = {
     "serve": Command("run all roles in one process tree (the default)", _serve),
     "gateway": Command("run the REST API on its own", _from("services.gateway.role")),
@@ -81,10 +93,10 @@ COMMANDS = {
     "workers": Command("run the workers of one machine, one process per GPU", _workers),
     "config": Command("show the effective configuration and where each value came from", _from("services.cli.config")),
     "top": Command(
-        "watch tokens, latencies, workers and load of a running deployment live", _from("services.top.__main__")
+        "watch tokens, latencies, workers and load of a running deployment live", _watching("services.top.__main__")
     ),
     "status": Command(
-        "show whether a deployment is up, and what is missing and why", _from("services.status.__main__")
+        "show whether a deployment is up, and what is missing and why", _watching("services.status.__main__")
     ),
     "dashboards": Command(
         "draw the dashboards that come along from a Prometheus, as HTML", _from("services.dashboards.__main__")

@@ -3,6 +3,7 @@
 Roles receive a :class:`Settings` by constructor and never read the environment themselves.
 """
 
+from services.config.commands import chosen
 from services.config.fields import ATTENTION, COLOCATED, EXPERTS, GATEWAY, ROLES, SCHEDULER, WORKERS, Role, option
 from services.config.load import Layered, layer, load_layered, load_settings, nearest_hint, parse_options, settings_of
 from services.config.options import OptionParser, concerned
@@ -31,6 +32,7 @@ __all__ = [
     "Settings",
     "TracingSettings",
     "check_bounds",
+    "chosen",
     "colocated",
     "concerned",
     "is_hidden",

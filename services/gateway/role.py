@@ -257,7 +257,7 @@ async def front(settings: Settings, stop: asyncio.Event) -> None:
 @asynccontextmanager
 async def in_service(settings: Settings, tracer: Tracer | None = None) -> AsyncIterator[Gateway]:
     """Builds a gateway and runs all of it but its HTTP server: heartbeats, what follows Redis, and the page of metrics
-    if that has a port of its own. After the block the gateway leaves the queue; :func:`drain` comes before."""
+    if that has a port of its own. After the block the gateway leaves the queue."""
     assert settings.redis_url is not None, "load_settings requires it of this role"
     sys.setswitchinterval(_SWITCH_S)
     keep_one_heap()
@@ -322,20 +322,20 @@ async def _serve(settings: Settings, gateway: Gateway, listener: socket.socket, 
         serving = group.create_task(server.run())
         log.info("listening on %s port %d", settings.host, settings.port)
         await stop.wait()
-        await drain(settings, gateway, close_idle=server.close_idle)
+        await _drain(settings, gateway, server)
         server.stop()
         await serving
 
 
-async def drain(settings: Settings, gateway: Gateway, *, close_idle: Callable[[float], int]) -> None:
-    """Has open requests end, and refuses others. ``close_idle``: see :class:`Drain`."""
+async def _drain(settings: Settings, gateway: Gateway, server: HttpServer) -> None:
+    """Has open requests end, and refuses others."""
     await Drain(
         gateway.parts.intake,
         gateway.table,
         gateway.follower,
         settings.drain_timeout,
         settings.drain_delay,
-        close_idle=close_idle,
+        close_idle=server.close_idle,
     ).run()
 
 

@@ -24,15 +24,17 @@ from services.gateway.auth import keys_required
 from services.model.load_spec import load_spec
 from services.ray import arguments as given
 from services.ray.application import app
-from services.ray.connection import AWAY, connected, proxies, stop_signals
+from services.ray.connection import AWAY, api_url, connected, proxies, stop_signals
 from services.ray.units import units
-from services.runtime.local_servers import announce
+from services.runtime.local_servers import LocalServer, OnRay, announce
 from services.runtime.run_folder import RunFolder
 from services.supervisor.handover import check_port
 
 _POLL_S = 0.5
 _NOTE_S = 10.0
 _ANSWER_S = 5.0
+_WIDE = 1000
+"""Columns of a table whose cells are never cut: a terminal wraps its lines, and a pipe has none."""
 _STATES = {"ready": "green", "failed": "red", "died": "red"}
 
 
@@ -86,22 +88,41 @@ def up(arguments: Mapping[str, Any], place: Place) -> int:
 def status(*, address: str | None, name: str) -> int:
     """Print a table of the application's processes. Return 0 if all are ready, 1 otherwise."""
     with connected(address):
-        found, redis_url = _overview(name), _redis_url(name)
+        found, redis_url, gateways = _overview(name), _redis_url(name), _gateways(name)
     print(f"{found['app']}: {found['model']}, layout {found['layout']}, Redis {mask_url(redis_url) or 'not there yet'}")
     table = Table(box=None, pad_edge=False)
     for column in ("process", "state", "node", "pid", "starts", "restarts by Ray", "waits for"):
-        table.add_column(column)
+        table.add_column(column, no_wrap=True)
     for row in found["units"]:
         color = _STATES.get(row["state"], "yellow")
         cells = (row["unit"], f"[{color}]{row['state']}[/]", row["node"], row["pid"] or "", row["starts"])
         table.add_row(*map(str, (*cells, row["restarts"], row["waits_for"])))
-    Console(soft_wrap=True).print(table)
+    console = Console(width=_WIDE, soft_wrap=True)
+    with console.capture() as drawn:
+        console.print(table)
+    print(*(line.rstrip() for line in drawn.get().splitlines()), sep="\n")
     if found["targets"]:
         print("wanted by the scheduler:", ", ".join(f"{of} {count}" for of, count in found["targets"].items()))
-    if found["lacking"]:
-        print(found["lacking"])
+    for lack in filter(None, (found["lacking"], gateways)):
+        print(lack)
     states = {row["state"] for row in found["units"]}
-    return 0 if states == {"ready"} and not found["lacking"] else 1
+    return 0 if states == {"ready"} and not found["lacking"] and not gateways else 1
+
+
+def application(name: str) -> OnRay:
+    """Return the application on the cluster of RAY_ADDRESS, or on the one that runs here, as a server to ask.
+
+    Raises:
+        RayUnavailable: no cluster can be reached.
+        ConfigError: it has no such application, or that has no Redis yet.
+    """
+    with connected(None):
+        found, redis_url, url, gateways = _overview(name), _redis_url(name), api_url(name), _gateways(name)
+    if not redis_url:
+        raise ConfigError(f"The application {name} has no Redis yet.", hint="See `expertmesh ray status`.")
+    server = LocalServer(url=url, model_name=found["model"], namespace=found["namespace"], redis_url=redis_url)
+    lacks = [found["lacking"]] if found["lacking"] else _not_ready(found)
+    return OnRay(server=server, lacks=tuple(filter(None, (*lacks, gateways))))
 
 
 def down(*, address: str | None, name: str) -> int:
@@ -154,7 +175,7 @@ def _runs(name: str) -> bool:
         raise ConfigError(f"The application {name} was deleted meanwhile.")
     if application.status == "DEPLOY_FAILED":
         said = [deployment.message for deployment in application.deployments.values() if deployment.message]
-        reason = " ".join([application.message, *said]).strip()
+        reason = " ".join(map(_brief, [*said, application.message]))
         raise ConfigError(f"The application {name} could not be deployed: {reason}")
     return bool(application.status == "RUNNING")
 
@@ -186,8 +207,12 @@ def _missing(name: str) -> str:
         found = _overview(name)
     except AWAY:
         return "the controller"
-    waits = [f"{row['unit']} ({row['waits_for'] or row['state']})" for row in found["units"] if row["state"] != "ready"]
-    return found["lacking"] or ", ".join(waits) or "the gateway, at the address of Serve's proxies"
+    return found["lacking"] or ", ".join(_not_ready(found)) or "the gateway, at the address of Serve's proxies"
+
+
+def _not_ready(overview: Mapping[str, Any]) -> list[str]:
+    found = [row for row in overview["units"] if row["state"] != "ready"]
+    return [f"{row['unit']} ({row['waits_for'] or row['state']})" for row in found]
 
 
 def _introduce(folder: RunFolder | None, settings: Settings, place: Place, url: str) -> None:
@@ -246,6 +271,24 @@ def _overview(name: str) -> dict[str, Any]:
     handle = serve.get_deployment_handle("Controller", name)
     found: dict[str, Any] = handle.overview.remote().result(timeout_s=_ANSWER_S)
     return found
+
+
+def _gateways(name: str) -> str:
+    """Return what the application's gateways lack, in Serve's words; empty where they lack nothing."""
+    gateway = serve.status().applications[name].deployments.get("Gateway")
+    if gateway is None or gateway.status == "HEALTHY":
+        return ""
+    states = ", ".join(f"{count} {state.lower()}" for state, count in gateway.replica_states.items()) or "none yet"
+    return f"gateways: {states}. {_brief(gateway.message)}".rstrip()
+
+
+def _brief(message: str) -> str:
+    """Return a message of Serve's; of one with the tracebacks of all processes that an error passed, the error."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    if "Traceback" not in message:
+        return " ".join(lines)
+    kind, _, said = lines[-1].partition(": ")
+    return said if kind.startswith("services.") and said else lines[-1]
 
 
 def _redis_url(name: str) -> str:

@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from services.config import ENV_PREFIX, Layered, OptionParser, concerned, layer, nearest_hint, parse_options
+from services.config import ENV_PREFIX, Layered, OptionParser, chosen, concerned, layer, parse_options
 from services.errors import ConfigError, RayMissing
 from services.ray.arguments import NOT_HERE
+from services.runtime.local_servers import OnRay
 
 _USAGE = """usage: expertmesh ray COMMAND [OPTIONS]
 
@@ -29,15 +30,7 @@ def main(argv: Sequence[str]) -> int:
         ConfigError: it cannot run; the error says why.
     """
     commands: Mapping[str, Callable[[Sequence[str]], int]] = {"up": _up, "status": _status, "down": _down}
-    first, rest = (argv[0], argv[1:]) if argv else ("", [])
-    if first in ("", "-h", "--help", "help"):
-        print(_USAGE)
-        return 0 if first else 2
-    if first not in commands:
-        raise ConfigError(
-            f"There is no `expertmesh ray {first}`.", hint=nearest_hint(first, commands) or "See `expertmesh ray`."
-        )
-    return commands[first](rest)
+    return chosen("expertmesh ray", argv, commands, _USAGE)(argv[1:])
 
 
 def _up(argv: Sequence[str]) -> int:
@@ -116,6 +109,17 @@ def _down(argv: Sequence[str]) -> int:
     given = vars(_parser("down", "Drain an application's processes, and delete it.").parse_args(argv))
     code: int = _cluster().down(address=given["address"], name=given["name"])
     return code
+
+
+def application(name: str) -> OnRay:
+    """Return the application for a command that is not about Ray.
+
+    Raises:
+        RayUnavailable: no cluster can be reached.
+        ConfigError: the cluster has no such application.
+    """
+    found: OnRay = _cluster().application(name)
+    return found
 
 
 def _parser(command: str, about: str) -> OptionParser:

@@ -76,6 +76,15 @@ def proxies(host: str, port: int) -> str:
     return base_url(found.host, found.port)
 
 
+def api_url(name: str) -> str:
+    """Return the URL of the application ``name``, which Serve runs behind its proxies."""
+    running = _get_global_client()
+    assert running is not None, "it raises where Serve does not run"
+    found = running.get_serve_details()
+    options, prefix = found["http_options"], found["applications"][name]["route_prefix"] or ""
+    return f"{base_url(options['host'], options['port'])}{prefix.rstrip('/')}"
+
+
 @contextmanager
 def stop_signals() -> Iterator[threading.Event]:
     """Yield an event that the first Ctrl-C or SIGTERM sets; the second one ends the process."""
@@ -95,6 +104,7 @@ def stop_signals() -> Iterator[threading.Event]:
 
 
 def _init(**options: Any) -> None:
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)  # it would note its parts on the user's terminal
     ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
 
 

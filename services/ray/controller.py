@@ -83,6 +83,7 @@ class Controller:
             "app": self._app,
             "layout": self._settings.layout,
             "model": self._settings.model_name,
+            "namespace": self._settings.namespace,
             "lacking": self._members.lacking,
             "targets": {target.name: wanted for target, wanted in self._targets.items()},
             "units": self._members.rows(),

@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from ray import serve
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -24,7 +24,7 @@ from services.gateway.app import build_app
 from services.gateway.auth import Authenticator
 from services.gateway.connections import Bounds
 from services.gateway.errors_http import error_response
-from services.gateway.role import drain, in_service
+from services.gateway.role import in_service
 from services.gateway.stream import Line
 from services.model.hub import with_checkpoint
 from services.ray.arguments import Arguments, handed_over
@@ -34,6 +34,7 @@ from services.runtime.tracing import tracing
 from services.supervisor.handover import held_ports
 
 _DISCOVERY = "/metrics/targets"
+_REQUEST_ID = "x-request-id"
 _LAST_WORDS_S = 10.0
 INTRODUCE_S = 10.0
 """How often each replica names its page to the controller."""
@@ -43,7 +44,8 @@ Pages = Callable[[], Awaitable[list[dict[str, Any]]]]
 
 
 class GatewayApp:
-    """The gateway's application with a lifespan: it begins when the replica starts, and drains when it ends.
+    """The gateway's application with a lifespan: it begins when the replica starts, and leaves the queue when it ends.
+    Serve ends a replica once its last request has ended, so nothing is left to drain.
 
     Beside the gateway's own paths it answers GET /metrics/targets, the pages of all processes for Prometheus' HTTP
     service discovery; ``pages`` returns them. Where clients need an API key, that needs one, too: it names addresses
@@ -78,7 +80,7 @@ class GatewayApp:
                     self._authenticator = gateway.parts.authenticator
                     await send({"type": "lifespan.startup.complete"})
                     await receive()
-                    await drain(settings, gateway, close_idle=lambda _: 0)
+                    await gateway.follower.cancels_heard(set())  # of clients that have just gone
         except StartupError as error:
             log.error("%s", error.message)
             self.failure = error
@@ -104,6 +106,20 @@ def _path_in_app(scope: Scope) -> str:
     return path.removeprefix(scope.get("root_path", ""))
 
 
+def _without_known_id(scope: Scope, send: Send) -> Send:
+    """Return ``send`` without the id that the request came with: Serve puts it on the answer itself."""
+    known = Headers(scope=scope).get(_REQUEST_ID)
+
+    async def once(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            headers = MutableHeaders(scope=message)
+            if known is not None and headers.get(_REQUEST_ID) == known:
+                del headers[_REQUEST_ID]
+        await send(message)
+
+    return once
+
+
 class BrokenOff(Exception):
     """An answer that must not look complete has ended early: Serve breaks its client's connection."""
 
@@ -124,7 +140,7 @@ class _Call:
             min_rate=self._bounds.min_rate,
         )
         line.under(scope)
-        await self._app(scope, self._next, send)
+        await self._app(scope, self._next, _without_known_id(scope, send))
         if self._aborted.is_set():
             raise BrokenOff("the answer is incomplete")
 
@@ -182,8 +198,8 @@ class Gateway:
 
 
 def ends_after_s(settings: Settings) -> float:
-    """Return how long a replica may take to end: Serve waits for open requests first, and only then for its drain."""
-    return settings.request_timeout + settings.drain_timeout + settings.drain_delay + _LAST_WORDS_S
+    """Return how long a replica may take to end: Serve waits for open requests, and none is open for longer."""
+    return settings.request_timeout + _LAST_WORDS_S
 
 
 def gateway_of(arguments: Arguments, settings: Settings, controller: Any, class_: type = Gateway) -> Any:

@@ -98,7 +98,7 @@ class Keeper:
         report = self._report
         if report.state in ("failed", "stopped") or self._readiness is None:
             return report
-        missing = ", ".join(self._readiness.missing())
+        missing = self._readiness.lacks(self._name)
         pid = self._children.pid(self._name)
         return replace(report, pid=pid, state="starting" if missing else "ready", waits_for=missing)
 

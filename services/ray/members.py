@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -20,14 +19,13 @@ from services.config import Settings
 from services.ray.arguments import Arguments, handed_over
 from services.ray.fleet import REDIS, Fleet, Gone, Place, Unavailable
 from services.ray.keeper import Report
+from services.ray.member import Member, row
 from services.ray.placement import Placement
 from services.ray.units import Unit, digest, model_digest
 from services.supervisor.notices import Notices
 
 _PAUSE_S = 1.0
 _AGAIN_S = 0.2
-_NO_ROOM_S = 5.0
-"""An actor that has not reported for so long waits for room."""
 DRAINS = 4
 """How many drains a process may take to end: three, and a margin."""
 _MARGIN_S = 30.0
@@ -35,45 +33,6 @@ _RETRY_S = 15.0
 """A process that failed for good, such as one whose node lacks the checkpoint, is then tried again elsewhere."""
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True, eq=False)
-class Member:
-    """An actor. ``said`` is its last report, ``restarts`` how often Ray has started it again as far as was seen,
-    ``sent_to`` the node that it was meant for, and ``since`` when it was asked for. ``gone``: it does not answer right
-    now. ``ended``: why it has ended for good."""
-
-    name: str
-    handle: Any
-    sent_to: str = ""
-    since: float = field(default_factory=time.monotonic)
-    said: Report | None = None
-    asking: asyncio.Task[None] | None = None
-    leaving: asyncio.Task[None] | None = None
-    gone: bool = False
-    ended: str | None = None
-    restarts: int = 0
-    failed_at: float | None = None
-
-    @property
-    def unit(self) -> str:
-        """Name of the unit."""
-        return self.name.partition("@")[0]
-
-    @property
-    def digest(self) -> str:
-        """Of what the actor was started with."""
-        return self.name.partition("@")[2]
-
-    @property
-    def ready(self) -> bool:
-        """Whether the process said last that it serves."""
-        return self.said is not None and self.said.state == "ready" and not self.gone
-
-    @property
-    def node(self) -> str:
-        """Id of the node on which the actor runs or was meant to run."""
-        return self.said.node if self.said is not None else self.sent_to
 
 
 @dataclass(slots=True)
@@ -94,6 +53,8 @@ class Members:
         self._wanted: dict[str, Unit] = {}
         self._placement = Placement(fleet, arguments)
         self._failures: dict[str, str] = {}
+        self._given_up: set[str] = set()
+        """Units whose process was ended for one with other settings that does not serve yet."""
         self._gauges = _Gauges()
         self._drain_s = _MARGIN_S
         self.lacking = ""
@@ -145,7 +106,8 @@ class Members:
 
     def rows(self) -> list[dict[str, Any]]:
         """Return a row for each unit that is wanted or there."""
-        return [self._row(name, self._members.get(name)) for name in sorted(self._wanted.keys() | self._members.keys())]
+        names = sorted(self._wanted.keys() | self._members.keys())
+        return [row(name, self._members.get(name), self._failures.get(name, "")) for name in names]
 
     def pages(self) -> dict[str, str]:
         """Return unit -> address of its metrics page."""
@@ -201,17 +163,19 @@ class Members:
 
     def _end_surplus(self, model: str) -> None:
         """Drain units that are not wanted. Of those that only have other settings now, one at a time is replaced; those
-        with another model end together, since none of the new one may begin before."""
+        that wait for room serve nobody and end at once, and those with another model end together, since none of the
+        new one may begin before."""
         surplus = [member for name, member in self._members.items() if name not in self._wanted]
         replaced = {unit.name for unit in self._wanted.values()}
-        busy = any(member.leaving for member in surplus) or not self._settled()
+        busy = any(member.leaving and not member.waits for member in surplus) or not self._settled()
         for member in sorted(surplus, key=lambda member: member.ready):  # those that do not serve first
             if member.leaving is not None:
                 continue
-            if member.unit in replaced and member.digest.startswith(model):
+            if member.unit in replaced and member.digest.startswith(model) and not member.waits:
                 if busy:
                     continue
                 busy = True
+                self._given_up.add(member.unit)
             member.leaving = asyncio.create_task(self._leave(member))
 
     def _end_failed(self) -> None:
@@ -232,10 +196,15 @@ class Members:
                 member.leaving = asyncio.create_task(self._leave(member))
 
     def _settled(self) -> bool:
-        """Return whether each unit that is wanted is ready, or runs with the settings that it had before."""
+        """Return whether each unit that is wanted is ready, runs with the settings that it had before, or waits for
+        room that nobody gave up for it: replacing others may make some."""
         held = {member.unit for member in self._members.values()}
         found = [(unit, self._members.get(name)) for name, unit in self._wanted.items()]
-        return all(unit.name in held if member is None else member.ready for unit, member in found)
+        self._given_up -= {unit.name for unit, member in found if member is not None and member.ready}
+        return all(
+            unit.name in held if member is None else member.ready or (member.waits and unit.name not in self._given_up)
+            for unit, member in found
+        )
 
     async def _leave(self, member: Member) -> None:
         log.info("%s drains and ends", member.name)
@@ -258,11 +227,8 @@ class Members:
                 place = self._placement.place(unit, settings, self._spread())
                 handle = await asyncio.to_thread(self._started, name, unit, place, settings, secret)
                 self._members[name] = Member(name, handle, sent_to=place.node or "")
-        late = time.monotonic() - _NO_ROOM_S
         waiting = [
-            self._wanted[name]
-            for name, member in self._members.items()
-            if name in self._wanted and member.said is None and member.since < late
+            self._wanted[name] for name, member in self._members.items() if name in self._wanted and member.waits
         ]
         self.lacking = await asyncio.to_thread(self._placement.lacking, waiting)
 
@@ -296,24 +262,3 @@ class Members:
             self._gauges.wanted.set(count, {"app": self._app, "kind": kind})
             self._gauges.ready.set(ready[kind], {"app": self._app, "kind": kind})
         self._gauges.restarts.set(sum(member.restarts for member in self._members.values()), {"app": self._app})
-
-    def _row(self, name: str, member: Member | None) -> dict[str, Any]:
-        said = member.said if member is not None else None
-        state: str = said.state if said is not None else "waiting"
-        if member is not None and member.leaving is not None:
-            state = "leaving"
-        elif member is not None and member.ended is not None:
-            state = "failed"
-        elif member is not None and member.gone:
-            state = "died"
-        waits_for = said.waits_for if said is not None else ""
-        return {
-            "unit": name.partition("@")[0],
-            "state": state,
-            "waits_for": waits_for or (self._failures.get(name, "") if state != "ready" else ""),
-            "node": f"{said.address}/{said.node[:8]}" if said is not None else "",
-            "pid": said.pid if said is not None else None,
-            "starts": said.starts if said is not None else 0,
-            "restarts": member.restarts if member is not None else 0,
-            "log": said.log if said is not None else "",
-        }

@@ -6,8 +6,9 @@ those of the server that it is about.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -57,6 +58,17 @@ class LocalServer(msgspec.Struct, frozen=True, kw_only=True):
         return False
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OnRay:
+    """An application on a Ray cluster, as a server to ask. ``lacks``: its processes that are not ready, and why."""
+
+    server: LocalServer
+    lacks: tuple[str, ...]
+
+
+FindOnRay = Callable[[str], OnRay]
+
+
 def announce(folder: RunFolder, settings: Settings, *, url: str, redis_url: str) -> None:
     """Let other commands of this user find the server at ``url`` for as long as ``folder`` exists."""
     by_file = settings.redis_url_file is not None
@@ -92,6 +104,23 @@ def _records() -> Iterator[tuple[Path, LocalServer]]:
 def add_url(parser: OptionParser) -> None:
     """Add the option by which users choose one of several servers on this machine."""
     parser.add_argument("--url", help="the server on this machine that has this address (default: the only one)")
+
+
+def add_ray(parser: OptionParser) -> None:
+    """Add the option by which users choose an application on a Ray cluster."""
+    about = "the application NAME (default: expertmesh) on the Ray cluster of RAY_ADDRESS, or on the one that runs here"
+    parser.add_argument("--ray", nargs="?", const="expertmesh", metavar="NAME", help=about)
+
+
+def with_server(given: Mapping[str, Any], server: LocalServer) -> Settings:
+    """Return the settings of a command about ``server``.
+
+    Raises:
+        ConfigError: an option says that another one is meant.
+    """
+    if other := [name for name in ("url", *sorted(_REDIS), "namespace") if given.get(name) is not None]:
+        raise ConfigError(f"--ray and --{other[0].replace('_', '-')} both say which deployment.", hint="Give one.")
+    return layer(given, overrides=server.settings).settings
 
 
 def root_url(url: str) -> str:

@@ -13,7 +13,15 @@ from typing import Any
 from services.config import OptionParser, Settings, layer, parse_options
 from services.errors import ConfigError, KubernetesUnavailable
 from services.queue.connect import connect
-from services.runtime.local_servers import LocalServer, add_url, none_found, with_local_server
+from services.runtime.local_servers import (
+    FindOnRay,
+    LocalServer,
+    add_ray,
+    add_url,
+    none_found,
+    with_local_server,
+    with_server,
+)
 from services.status.kube import ClusterReader, connected, has_kubeconfig, in_cluster
 from services.status.queue import Queue, QueueReader
 from services.status.release import Pod, Release
@@ -68,16 +76,23 @@ def _explained(reader: ClusterReader, pod: Pod) -> Pod:
     return replace(pod, why=f"{pod.why}: {page}") if page else pod
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, *, on_ray: FindOnRay | None = None) -> int:
     """Return the exit code: 0 where the model can be served (or sleeps and will be woken), 1 if something is missing.
+    ``on_ray`` finds an application on a Ray cluster by its name; None: there is no such option.
 
     Raises:
         ConfigError: an option is wrong, or nothing says which deployment.
         KubernetesUnavailable: only the API server can be read, and it does not answer.
     """
     parser = _parser()
+    if on_ray is not None:
+        add_ray(parser)
     given = parse_options(parser, sys.argv[1:] if argv is None else argv, ["redis_url", "redis_url_file", "namespace"])
-    status = asyncio.run(_look(argparse.Namespace(**given), *_deployment(given)))
+    found = on_ray(given["ray"]) if on_ray is not None and given["ray"] else None
+    about = (with_server(given, found.server), found.server) if found else _deployment(given)
+    status = asyncio.run(_look(argparse.Namespace(**given), *about))
+    if found:
+        status = replace(status, troubles=(*status.troubles, *found.lacks))
     print(as_json(status) if given["json"] else as_text(status))
     return 0 if status.servable else 1
 

@@ -50,6 +50,10 @@ class Readiness:
         """Return which processes are not ready, and what each waits for; for /ready."""
         return [f"{name} ({life.missing})" for name, life in self._lives.items() if life.missing]
 
+    def lacks(self, name: str) -> str:
+        """Return what ``name`` waits for; empty: it is ready."""
+        return self._lives[name].missing
+
     def started(self, name: str) -> None:
         """Forget what was known of ``name``: it has been started again."""
         self._lives[name] = _Life(missing=_END if self._ending else _PAGE)

@@ -20,7 +20,7 @@ from rich.live import Live
 from services.config import OptionParser, Settings, parse_options
 from services.errors import ConfigError
 from services.queue.connect import connect
-from services.runtime.local_servers import add_url, none_found, with_local_server
+from services.runtime.local_servers import FindOnRay, add_ray, add_url, none_found, with_local_server, with_server
 from services.runtime.tasks import unless_stopped
 from services.top.frame import frame
 from services.top.readings import Reader, Reading
@@ -118,8 +118,9 @@ async def _run(settings: Settings, interval_s: float, *, once: bool, as_json: bo
         await redis.aclose()
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Return the exit code: 0, or 1 where one frame was asked for and Redis was away.
+def main(argv: Sequence[str] | None = None, *, on_ray: FindOnRay | None = None) -> int:
+    """Return the exit code: 0, or 1 where one frame was asked for and Redis was away. ``on_ray`` finds an application
+    on a Ray cluster by its name; None: there is no such option.
 
     Raises:
         ConfigError: an option is wrong, or nothing says which deployment.
@@ -135,10 +136,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--interval", type=float, default=1.0, metavar="S", help="seconds between frames (default: 1.0)"
     )
     add_url(parser)
+    if on_ray is not None:
+        add_ray(parser)
     given = parse_options(parser, sys.argv[1:] if argv is None else argv, ["redis_url", "redis_url_file", "namespace"])
     if not 0.1 <= given["interval"] <= 3600:
         raise ConfigError("--interval is at least 0.1 and at most 3600 seconds.")
-    settings, _ = with_local_server(given)
+    if on_ray is not None and given["ray"]:
+        settings = with_server(given, on_ray(given["ray"]).server)
+    else:
+        settings, _ = with_local_server(given)
     if settings.redis_url is None:
         raise ConfigError("Which deployment?", hint=f"{none_found()}: give its Redis with --redis-url.")
     return asyncio.run(_run(settings, given["interval"], once=given["once"], as_json=given["json"]))

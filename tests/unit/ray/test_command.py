@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -80,6 +81,16 @@ def test_without_a_cluster_a_command_about_one_says_so(monkeypatch: pytest.Monke
     with pytest.raises(RayUnavailable, match="No Ray cluster answers") as refused, connected(None):
         pass
     assert "ray start --head" in str(refused.value)
+
+
+def test_another_version_of_ray_is_refused_with_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    def init(**_: Any) -> None:
+        raise RuntimeError("Version mismatch: The cluster was started with: Ray: 2.61.0. This process: Ray: 2.60.0")
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(ray, "init", init)
+    with pytest.raises(RayUnavailable, match=r"2\.61\.0.*2\.60\.0"):
+        main(["status"])
 
 
 def _no_cluster(**_: Any) -> None:
@@ -159,3 +170,35 @@ def test_the_first_signal_ends_the_wait() -> None:
     stop = threading.Event()
     stop.set()
     assert not cluster._wait(lambda: True, "pocket", stop)
+
+
+def test_gateways_without_room_are_said_in_serves_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    gateway = SimpleNamespace(status="UPDATING", replica_states={"STARTING": 1}, message="No room for {'CPU': 0.5}.")
+    application = SimpleNamespace(deployments={"Gateway": gateway})
+    status = SimpleNamespace(applications={"pocket": application})
+    monkeypatch.setattr(cluster.serve, "status", lambda: status)
+    assert cluster._gateways("pocket") == "gateways: 1 starting. No room for {'CPU': 0.5}."
+    gateway.status = "HEALTHY"
+    assert cluster._gateways("pocket") == ""
+
+
+def test_why_an_application_failed_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    reason = "The application first of this cluster serves in namespace expertmesh of this Redis."
+    wall = "\n".join(
+        [
+            "The deployment failed to start 3 times in a row. Error:",
+            "ray::ServeReplica:second:Gateway.initialize_and_get_metadata() (pid=1, ip=10.0.0.1)",
+            "RuntimeError: Traceback (most recent call last):",
+            '  File "services/ray/controller.py", line 169, in _check_alone',
+            "    raise ConfigError(",
+            f"services.errors.ConfigError: {reason}",
+        ]
+    )
+    gateway = SimpleNamespace(message=wall)
+    failed = SimpleNamespace(status="DEPLOY_FAILED", message="Failed to update: Gateway.", deployments={"G": gateway})
+    monkeypatch.setattr(cluster.serve, "status", lambda: SimpleNamespace(applications={"second": failed}))
+    with pytest.raises(ConfigError) as refused:
+        cluster._runs("second")
+    assert refused.value.message == (
+        f"The application second could not be deployed: {reason} Failed to update: Gateway."
+    )

@@ -141,9 +141,27 @@ async def test_an_answer_that_was_aborted_breaks_its_connection() -> None:
         await asyncio.Event().wait()
 
     with pytest.raises(BrokenOff):
-        await _Call(app, Bounds(), never).answer({"type": "http"}, send)
+        await _Call(app, Bounds(), never).answer({"type": "http", "headers": []}, send)
     assert [message["body"] for message in sent] == [b"half of"]
     assert heard == [{"type": "http.disconnect"}]
+
+
+@pytest.mark.parametrize(("asked", "left"), [("mine", []), ("other", [b"mine"])])
+async def test_an_id_that_serve_puts_on_the_answer_is_there_once(asked: str, left: list[bytes]) -> None:
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def app(_scope: Any, _receive: Any, answer: Any) -> None:
+        await answer({"type": "http.response.start", "status": 200, "headers": [(b"x-request-id", b"mine")]})
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    scope = {"type": "http", "headers": [(b"x-request-id", asked.encode())]}
+    await _Call(app, Bounds(), receive).answer(scope, send)
+    assert [value for _, value in sent[0]["headers"]] == left
 
 
 def test_its_deployment_holds_no_secret_is_bounded_and_waits_for_open_requests(tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from services.config import Settings
+from services.ray import member, placement
 from services.ray import members as module
-from services.ray import placement
 from services.ray.arguments import Arguments, Resources
 from services.ray.fleet import Gone, Place, Unavailable
 from services.ray.keeper import Report
@@ -106,7 +106,7 @@ def fleet(monkeypatch: pytest.MonkeyPatch) -> ActorsOfATest:
     monkeypatch.setattr(placement, "resources", lambda **_: {"CPU": 8.0})
     monkeypatch.setattr(module, "_RETRY_S", 0.0)
     monkeypatch.setattr(module, "_AGAIN_S", 0.0)
-    monkeypatch.setattr(module, "_NO_ROOM_S", -1.0)
+    monkeypatch.setattr(member, "NO_ROOM_S", -1.0)
     return ActorsOfATest()
 
 
@@ -197,6 +197,23 @@ async def test_what_there_is_no_room_for_is_said(fleet: ActorsOfATest, monkeypat
     assert rounds.members.lacking == (
         "scheduler-0, attention-0, attention-1 wait for room: there are 0.5 of 2.1 CPU and 0 of 2 GPU free"
     )
+
+
+async def test_what_waits_for_room_does_not_keep_the_rest_from_giving_some(fleet: ActorsOfATest) -> None:
+    rounds = Rounds(fleet)
+    await rounds(2, Settings(workers=2))
+    fleet.initial = "pending"
+    await rounds(2, Settings(workers=3))
+    other = Settings(workers=3, max_num_seqs=7)
+    await rounds(2, other)
+    assert fleet.killed == ["attention-2"], "it has not begun, and its successor needs less"
+    assert len(fleet.stopped) == 1, "the successor of one that served does not serve yet"
+    await rounds(3, other)
+    assert len(fleet.stopped) == 1
+    for actor in fleet.actors.values():
+        actor.state = "ready" if actor.name.startswith(fleet.stopped[0]) else actor.state
+    await rounds(3, other)
+    assert sorted(fleet.stopped) == ["attention-0", "attention-1"], "attention-2 still waits, and nobody gave way to it"
 
 
 async def test_a_node_without_room_for_a_pack_is_said(fleet: ActorsOfATest) -> None:

@@ -16,6 +16,7 @@ from testkit.processes.servers import free_port
 from testkit.queue.redis_server import running_redis
 
 from services.config import Settings
+from services.errors import ConfigError
 from services.messages import ExpertInfo, SeatReport, SeatStatus, WorkerInfo
 from services.queue.expert_side import ExpertQueue
 from services.queue.gateway_side import GatewayQueue
@@ -25,8 +26,10 @@ from services.queue.scheduler_side import SchedulerQueue
 from services.queue.seats import SeatRegistry
 from services.queue.worker_side import WorkerQueue
 from services.routing import RoutingTable, even_groups
-from services.runtime.local_servers import announce
+from services.runtime.local_servers import LocalServer, OnRay, announce
 from services.runtime.run_folder import RunFolder
+from services.status.__main__ import main
+from services.top.__main__ import main as top
 
 
 class Deployment:
@@ -194,3 +197,25 @@ async def test_both_are_asked_and_both_must_agree(
     assert "Pods are not shown: The API server refuses deployments" in await said(0)
     await redis.delete(Keys("expertmesh").leader)
     await said(1)
+
+
+def test_an_application_on_ray_is_found_by_name_and_says_what_it_lacks(
+    redis_url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = LocalServer(url="http://10.0.0.1:8000/llm", model_name="pocket", namespace="mine", redis_url=redis_url)
+    asked: list[str] = []
+
+    def on_ray(name: str) -> OnRay:
+        asked.append(name)
+        return OnRay(server=server, lacks=("attention-1 (the folder does not exist)",))
+
+    assert main(["--ray", "llm"], on_ray=on_ray) == 1, "nothing is registered in its Redis"
+    said = capsys.readouterr().out
+    assert said.startswith("pocket at http://10.0.0.1:8000/llm cannot serve its model.")
+    assert "troubles: attention-1 (the folder does not exist)" in said
+    assert top(["--ray", "--once", "--interval", "0.1"], on_ray=on_ray) == 0
+    assert asked == ["llm", "expertmesh"]
+    with pytest.raises(ConfigError, match="--ray and --redis-url both say which deployment"):
+        main(["--ray", "--redis-url", redis_url], on_ray=on_ray)
+    with pytest.raises(ConfigError, match="--ray"):
+        main(["--ray"])
