@@ -31,6 +31,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     ``seed`` and ``choice`` key the Gumbel noise together with the position and the token, so a draw depends
     on nothing else. ``logprobs`` asks for that many alternatives per generated token (0: the drawn token's
     log-probability alone); ``prompt_logprobs`` for the same of every prompt token (OpenAI's ``echo``).
+    ``speculation`` says whether tokens may be drafted, which changes no token.
     """
 
     max_tokens: int
@@ -49,6 +50,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     prompt_logprobs: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    speculation: Literal["auto", "off"] = "auto"
 
     def scores(self, prompt_len: int) -> int:
         """Return how many log-probabilities the sequence may get: one per token scored and one per alternative."""

@@ -21,6 +21,7 @@ from services.config.options import POSITIONAL_MODEL, OptionParser, add_options,
 from services.config.renamed import RENAMED
 from services.config.rules import TITLES, require
 from services.config.settings import ENV_PREFIX, Settings, is_common, mask_url
+from services.config.speculation import SPECULATIVE
 from services.config.vllm import pointer
 from services.errors import ConfigError
 
@@ -276,6 +277,8 @@ def expected(name: str) -> str:
         return "one of " + ", ".join(get_args(kind))
     if name == "api_key":
         return "8 or more printable ASCII characters without spaces"
+    if name == "speculative_config":
+        return SPECULATIVE
     if name == "allowed_origins":
         return "origins such as https://chat.example.org, or *"
     if get_origin(kind) is list:

@@ -325,4 +325,5 @@ def _sampling(body: GenerationBody, plan: _Plan, drawn_seed: int) -> SamplingPar
         logprobs=plan.logprobs,
         stop_token_ids=tuple(body.stop_token_ids or ()),
         ignore_eos=body.ignore_eos or False,
+        speculation=body.speculation or "auto",
     )

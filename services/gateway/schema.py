@@ -127,6 +127,10 @@ class GenerationBody(Body, frozen=True, kw_only=True):
         Annotated[str, Meta(min_length=1, max_length=256)] | None,
         Meta(description="Cached prefixes are shared with requests of the same salt only."),
     ] = None
+    speculation: Annotated[
+        Literal["auto", "off"] | None,
+        Meta(description="Whether tokens may be drafted, where the server drafts: no answer changes by it."),
+    ] = None
     return_token_ids: Annotated[bool | None, Meta(description="Add `token_ids` to every choice.")] = None
     user: Annotated[
         Annotated[str, Meta(max_length=1024)] | None, Meta(description="Accepted for compatibility; not used.")

@@ -76,6 +76,11 @@ class WorkerMetrics:
         self.prefill_chunks = counter("prefill_chunks_total", "Prefill chunks that did not complete their prompt.")
         self.prefill_tokens = counter("prefill_tokens_total", "Prompt tokens computed in prefill.")
         self.decode_tokens = counter("decode_tokens_total", "Tokens sampled.")
+        self.draft_chains = counter(
+            "draft_chains_total", "Times that a step verified drafts of a sequence (speculative decoding)."
+        )
+        self.draft_tokens = counter("draft_tokens_total", "Tokens drafted and verified: rows added to steps.")
+        self.accepted_tokens = counter("accepted_draft_tokens_total", "Drafted tokens that were accepted.")
 
     def _steps(self, series: Series) -> None:
         counter = series.counter

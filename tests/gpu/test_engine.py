@@ -9,6 +9,7 @@ from testkit.pocket.answers import END, MAX_TOKENS, POCKET, recorded
 
 from services.attention.step.cuda_graphs import CudaCapture
 from services.attention.step.pipeline import Lookahead
+from services.config.speculation import SpeculativeConfig
 from services.model.products import InvariantProducts
 
 pytestmark = pytest.mark.gpu1
@@ -54,3 +55,41 @@ def test_a_crowd_changes_no_bit_of_batch_invariant_answers(dtype: torch.dtype) -
     assert answers_of(crowded, requests) == wanted
     stats = crowded.stats()
     assert min(stats.graph_steps, stats.steps_ahead, stats.preemptions) > 0
+
+
+@pytest.mark.parametrize("lookahead", ["off", "all"])
+@pytest.mark.parametrize("graphs", [False, True], ids=["eagerly", "by graph"])
+def test_drafts_change_no_answer(pocket: Parts, graphs: bool, lookahead: Lookahead) -> None:
+    """Each prompt is followed by its own answer, so that much of what is looked up there is right."""
+    sizes = {"max_num_batched_tokens": 512, "max_model_len": 1024, "kv_blocks": 2048}
+    requests = [
+        request(one["id"], one["prompt_ids"] + one["output_ids"] + one["prompt_ids"], MAX_TOKENS, **sampling)
+        for one, sampling in zip(recorded()[:64], [{}, {"temperature": 0.7, "top_p": 0.9}] * 32, strict=True)
+    ]
+    plain = pocket.engine(CudaCapture(GPU) if graphs else None, max_num_seqs=64, lookahead=lookahead, **sizes)
+    drafting = pocket.engine(
+        CudaCapture(GPU) if graphs else None, max_num_seqs=256, lookahead=lookahead,
+        speculative_config=SpeculativeConfig(method="ngram"), **sizes,
+    )  # fmt: skip
+    plain.prepare()
+    drafting.prepare()
+    assert run(drafting, requests).tokens == run(plain, requests).tokens
+    stats = drafting.stats()
+    assert stats.accepted_tokens > stats.draft_tokens / 10 > 0
+    assert (stats.graph_steps > 0) == graphs
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_drafts_change_no_bit_of_batch_invariant_answers(dtype: torch.dtype) -> None:
+    parts = load(POCKET / "model", GPU, dtype, InvariantProducts())
+    requests = [request(one["id"], 2 * one["prompt_ids"], MAX_TOKENS, logprobs=5) for one in recorded()[:16]]
+    sizes = {"max_num_batched_tokens": 512, "max_model_len": 1024}
+    alone = parts.engine(None, max_num_seqs=1, kv_blocks=64, prefix_cache=False, **sizes)
+    drafting = parts.engine(
+        CudaCapture(GPU), max_num_seqs=256, kv_blocks=400, lookahead="all",
+        speculative_config=SpeculativeConfig(method="ngram"), **sizes,
+    )  # fmt: skip
+    drafting.prepare()
+    wanted = {each.id: answers_of(alone, [each])[each.id] for each in requests}
+    assert answers_of(drafting, requests) == wanted
+    assert min(drafting.stats().accepted_tokens, drafting.stats().graph_steps) > 0

@@ -188,6 +188,18 @@ _STEP = Row(
         ),
         lines(
             Says(
+                title="Drafted tokens",
+                unit="short",
+                shows="Tokens by second that were drafted, and that were accepted; those between the two are rows that "
+                "steps computed for nothing. Nothing is drafted without --speculative-config, nor where it is slower.",
+                act="few accepted ones: texts do not repeat themselves; drafting then ends by itself.",
+            ),
+            Query(expr=rate("draft_tokens_total"), legend="drafted"),
+            Query(expr=rate("accepted_draft_tokens_total"), legend="accepted"),
+            Query(expr=rate("draft_chains_total"), legend="chains"),
+        ),
+        lines(
+            Says(
                 title="Steps run again, and failed",
                 unit="percentunit",
                 shows="Share of steps that ran again since an expert worker was lost or late, and of those that "

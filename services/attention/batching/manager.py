@@ -25,6 +25,7 @@ from services.attention.batching.waiting_line import WaitingLine
 from services.attention.sequences.plan import BatchCounters, BatchLimits, Outcome, Piece, StepPlan
 from services.attention.sequences.sequence import SequenceState, open_sequence, refusal
 from services.attention.sequences.trace import SequenceTraces
+from services.attention.speculation.drafting import Drafting
 from services.errors import DeadlineExceeded, RequestError
 from services.messages import FinishReason, GenerateRequest, TokenEvent
 
@@ -34,7 +35,8 @@ KEPT_SEQUENCES = 4096
 
 class BatchManager:
     """Waiting and running sequences over a :class:`BlockPool`. ``clock`` gives Redis TIME in milliseconds, ``timer``
-    seconds for durations; ``traces`` is None where no request is traced; ``pace`` bounds prompts beside decodes."""
+    seconds for durations; ``traces`` is None where no request is traced; ``pace`` bounds prompts beside decodes, and
+    ``drafting`` adds drafts, None where it is off."""
 
     def __init__(
         self,
@@ -45,6 +47,7 @@ class BatchManager:
         timer: Callable[[], float] = time.perf_counter,
         traces: SequenceTraces | None = None,
         pace: Pace | None = None,
+        drafting: Drafting | None = None,
     ) -> None:
         assert limits.max_num_seqs > 0
         assert limits.max_num_batched_tokens > 0
@@ -59,12 +62,12 @@ class BatchManager:
         self._prefixes = Prefixes(pool, enabled=limits.prefix_cache, scope=limits.prefix_cache_scope)
         self._held_back = HeldBack(pool)
         self._clock = clock
-        self._traces, self._pace = traces, pace
+        self._traces, self._pace, self._drafting = traces, pace, drafting
         self._held: dict[str, SequenceState] = {}
         self._waiting: WaitingLine[SequenceState] = WaitingLine()
         self._running: list[SequenceState] = []
         self._decodes: tuple[SequenceState, ...] = ()
-        """Decodes of the last plan; () once a sequence has come or gone since."""
+        """Decodes of the last plan, without those that had drafts; () once a sequence has come or gone since."""
         self._events: list[TokenEvent] = []
         self._next_deadline_ms = math.inf
         """No held request has an earlier deadline."""
@@ -128,28 +131,34 @@ class BatchManager:
     def plan(self) -> StepPlan:
         """Plan the next step. The plan is empty only if no request is held."""
         self._expire()
-        if self._repeats():
-            return StepPlan(decodes=self._decodes)
+        plan = StepPlan(decodes=self._decodes) if self._repeats() else self._planned()
+        if self._drafting is not None:
+            plan = self._drafting.extend(plan, self._room_for_drafts(plan.tokens))
+        self._decodes = plan.decodes
+        return plan
+
+    def _planned(self) -> StepPlan:
         budget = self._limits.max_num_batched_tokens
         decodes, prompts = self._plan_decodes(budget), list[Piece]()
         budget = self._plan_prefills(prompts, self._room_beside(len(decodes)))
         self._admit(prompts, budget)
         assert decodes or prompts or not self._held, "sequences are held, but none can make progress"
-        self._decodes = tuple(decodes)
-        return StepPlan(decodes=self._decodes, prompts=tuple(prompts))
+        return StepPlan(decodes=tuple(decodes), prompts=tuple(prompts))
 
     def plan_ahead(self, plan: StepPlan, max_rows: int | None = None) -> StepPlan | None:
         """Plan the step after ``plan``, which is in flight: what decodes goes one token further, whatever ``plan``
         draws, prompts go on behind the pieces that ``plan`` has of them, and requests that wait are admitted.
 
         Sequences that ``max_tokens`` ends in ``plan`` are left out. Returns None where more may have to be done: scores
-        of a prompt, a deadline, a preemption. The caller then completes ``plan`` and after it the step that is returned
-        here, or gives that to :meth:`abandon`.
+        of a prompt, a deadline, a preemption, drafts. The caller then completes ``plan`` and after it the step that is
+        returned here, or gives that to :meth:`abandon`.
 
         Args:
             max_rows: a step of more rows is not launched ahead; None: no bound.
         """
         if any(piece.scored for piece in plan.prompts) or self._clock() >= self._next_deadline_ms:
+            return None
+        if self._drafting is not None and self._expects_drafts(plan):
             return None
         alive = plan.decodes if plan.decodes is self._decodes else tuple(one for one in plan.decodes if one.blocks)
         drew = tuple(piece.state for piece in plan.prompts if piece.draws and piece.state.blocks)
@@ -182,7 +191,10 @@ class BatchManager:
         self._held_back.completing(plan)
         decodes = len(plan.decodes)
         to_zero = self._complete_decodes(plan.decodes, outcomes[:decodes])
-        for piece, outcome in zip(plan.prompts, outcomes[decodes:], strict=True):
+        rest = iter(outcomes[decodes:])
+        for chain, outcome in zip(plan.chains, rest, strict=False):
+            to_zero += self._complete_chain(chain, outcome)
+        for piece, outcome in zip(plan.prompts, rest, strict=True):
             if outcome.error is not None or not piece.state.blocks:
                 to_zero += self._fail(piece.state, outcome.error)
             else:
@@ -221,6 +233,15 @@ class BatchManager:
         room = self._limits.max_num_batched_tokens - decodes
         paced = None if self._pace is None else self._pace.rows(decodes)
         return room if paced is None else min(room, paced)
+
+    def _room_for_drafts(self, rows: int) -> int:
+        """Return how many rows of drafts a step of ``rows`` rows may have: within the tokens of a step, and as if each
+        were a sequence of its own, for draws take memory."""
+        return min(self._limits.max_num_batched_tokens - rows, self._limits.max_num_seqs - len(self._running))
+
+    def _expects_drafts(self, plan: StepPlan) -> bool:
+        assert self._drafting is not None
+        return self._drafting.expects(plan, self._room_for_drafts(len(plan.drawing)))
 
     def _plan_decodes(self, budget: int) -> list[SequenceState]:
         decodes: list[SequenceState] = []
@@ -321,6 +342,27 @@ class BatchManager:
                 self._drop(state)
         return to_zero
 
+    def _complete_chain(self, chain: Piece, outcome: Outcome) -> list[int]:
+        """Do :meth:`complete` for a sequence with drafts: take what was drawn as far as the drafts were accepted, or to
+        what ends the sequence. Slots of the other rows are overwritten by what comes instead."""
+        state, counters = chain.state, self.counters
+        counters.chains += 1
+        counters.draft_tokens += len(chain.drafts)
+        counters.accepted_tokens += len(outcome.further)
+        for drawn in (outcome, *outcome.further):
+            if drawn.error is not None:
+                return self._fail(state, drawn.error)
+            assert drawn.token_id is not None
+            counters.decode_tokens += 1
+            self._events.append(state.take(drawn.token_id, drawn.logprob))
+            if self._events[-1].finish is not None:
+                break
+        state.computed = len(state.token_ids) - 1
+        self._prefixes.publish(state)
+        if self._events[-1].finish is not None:
+            self._drop(state)
+        return []
+
     def _advance(self, piece: Piece, outcome: Outcome) -> None:
         state = piece.state
         state.computed = piece.end
@@ -358,6 +400,8 @@ class BatchManager:
         """Remove ``state`` from all lists and free its blocks."""
         del self._held[state.request.id]
         self._decodes = ()
+        if self._drafting is not None:
+            self._drafting.forget(state)
         if state.blocks:
             self._running.remove(state)
         else:

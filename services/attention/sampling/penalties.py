@@ -41,7 +41,7 @@ class Penalties:
         self._flat, self._vocab_size, self._history = logits_RV.view(-1), logits_RV.shape[1], history
         self._begin_E = np.array([number for number, _ in back]) * self._vocab_size
         self._prompt_E = np.array([row.prompt_len for _, row in back])
-        self._end_E = np.array([len(row.token_ids) + (number < ahead) for number, row in back])
+        self._end_E = np.array([row.position(number < ahead) for number, row in back])
         asked = [row.params for _, row in back]
         self._repetition_E = np.array([params.repetition_penalty for params in asked])
         self._presence_E = np.array([params.presence_penalty for params in asked])

@@ -62,7 +62,7 @@ class Sampler:
                 _pick(edited_RV, sampled),
                 _pick(best_R, sampled),
                 [rows[index] for index in sampled],
-                [len(rows[index].token_ids) + (index < ahead) for index in sampled],
+                [rows[index].position(index < ahead) for index in sampled],
             )
             tokens_R = _put(tokens_R, sampled, chosen_S)
         asked = [index for index, row in enumerate(rows) if row.params.logprobs is not None]

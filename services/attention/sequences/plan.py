@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
-from services.attention.sequences.sequence import SequenceState
+from services.attention.sequences.sequence import DrawRow, SequenceState
 from services.errors import RequestError
 from services.messages import PromptScores, TokenLogprob
 from services.prefix import PrefixScope
@@ -30,7 +30,8 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens ``start .. start + length`` of a sequence, computed in one step.
 
     ``draws``: the next token is drawn from the last row. ``scored``: prompt positions whose log-probability is wanted;
-    the row of token ``p - 1`` scores position ``p``.
+    the row of token ``p - 1`` scores position ``p``. ``drafts``: a chain of guesses that follow the known tokens, with
+    a row each; every row of a chain draws, and the last known token's is its first.
     """
 
     state: SequenceState
@@ -38,6 +39,7 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True):
     length: int
     draws: bool
     scored: range
+    drafts: tuple[int, ...] = ()
 
     @property
     def end(self) -> int:
@@ -56,45 +58,80 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True):
         ends = start + length == len(state.token_ids)
         return cls(state=state, start=start, length=length, draws=ends and state.wants_token, scored=scored)
 
+    @classmethod
+    def chain(cls, state: SequenceState, drafts: Sequence[int]) -> Piece:
+        """Return the last token of ``state``, which decodes, and ``drafts`` after it."""
+        length = 1 + len(drafts)
+        return cls(state=state, start=state.computed, length=length, draws=True, scored=range(0), drafts=tuple(drafts))
+
+    @property
+    def rows(self) -> Iterator[DrawRow]:
+        """The rows from which tokens are drawn, in order: those of the last known token and of each draft."""
+        return (self.state.row.after(drafts) for drafts in range(1 + len(self.drafts) if self.draws else 0))
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepPlan:
-    """The work of one step, in row order: first ``decodes``, which compute their last token and draw the next one."""
+    """The work of one step, in row order: first ``decodes``, which compute their last token and draw the next one, then
+    ``chains``, which compute drafts as well and draw after each, then pieces of ``prompts``."""
 
     decodes: tuple[SequenceState, ...] = ()
     prompts: tuple[Piece, ...] = ()
+    chains: tuple[Piece, ...] = ()
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """What may have several rows, in their order."""
+        return self.chains + self.prompts
 
     @property
     def drawing(self) -> list[SequenceState]:
-        """The sequences that draw a token, in the order of their rows."""
-        return [*self.decodes, *(piece.state for piece in self.prompts if piece.draws)]
+        """The sequence of each draw, in the order of the rows."""
+        return [*self.decodes, *(piece.state for piece in self.pieces for _ in piece.rows)]
+
+    @property
+    def rows(self) -> list[DrawRow]:
+        """Each draw as the sampler sees it, in the order of the rows."""
+        return [state.row for state in self.decodes] + [row for piece in self.pieces for row in piece.rows]
 
     @property
     def states(self) -> list[SequenceState]:
         """All sequences, in the order of their rows."""
-        return [*self.decodes, *(piece.state for piece in self.prompts)]
+        return [*self.decodes, *(piece.state for piece in self.pieces)]
 
     @property
     def sequences(self) -> int:
-        return len(self.decodes) + len(self.prompts)
+        return len(self.decodes) + len(self.chains) + len(self.prompts)
 
     @property
     def tokens(self) -> int:
-        return len(self.decodes) + sum(piece.length for piece in self.prompts)
+        return len(self.decodes) + sum(piece.length for piece in self.pieces)
 
     def one_by_one(self) -> Iterator[StepPlan]:
-        """Yield a plan for each sequence by itself, in order."""
+        """Yield a plan for each sequence by itself, in order, without drafts: one of them may be why a step failed."""
         yield from (StepPlan(decodes=(state,)) for state in self.decodes)
+        yield from (StepPlan(decodes=(chain.state,)) for chain in self.chains)
         yield from (StepPlan(prompts=(piece,)) for piece in self.prompts)
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """Result of a piece: the drawn token, if it draws, and scores of ``Piece.scored``; or the error."""
+    """Result of a piece: the drawn token, if it draws, and scores of ``Piece.scored``; or the error. ``further``: what
+    was drawn after each accepted draft, in order."""
 
     token_id: int | None = None
     logprob: TokenLogprob | None = None
     scores: PromptScores | None = None
     error: RequestError | None = None
+    further: tuple[Outcome, ...] = ()
+
+    @classmethod
+    def verified(cls, drawn: Sequence[Outcome], drafts: Sequence[int]) -> Outcome:
+        """Return the result of a chain by what each of its rows drew. A draft is accepted if it is what the row before
+        it drew, and so are all before it; rows after the first other one have seen a token that is not there."""
+        accepted = 0
+        while accepted < len(drafts) and drawn[accepted].token_id == drafts[accepted]:
+            accepted += 1
+        return msgspec.structs.replace(drawn[0], further=tuple(drawn[1 : accepted + 1])) if accepted else drawn[0]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -105,3 +142,6 @@ class BatchCounters:
     prefill_chunks: int = 0
     prefill_tokens: int = 0
     decode_tokens: int = 0
+    chains: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0

@@ -1,9 +1,10 @@
 """A request's state in the engine: which tokens are known, which are computed, and when it ends. Pure Python.
 
 A sequence is the prompt followed by all generated tokens. ``computed`` counts the leading tokens whose KV is in the
-blocks. The token that was drawn last is known but not computed, so a decoding sequence has exactly one to compute. Its
-:class:`DrawRow` holds what the sampler needs, with the key of its draws: a 64-bit word made of seed and choice, with
-which each draw mixes its position (:mod:`services.attention.sampling.noise`).
+blocks. The token that was drawn last is known but not computed, so a decoding sequence has exactly one to compute,
+beside drafts of what may follow, which are not of the sequence until they are drawn. Its :class:`DrawRow` holds what
+the sampler needs, with the key of its draws: a 64-bit word made of seed and choice, with which each draw mixes its
+position (:mod:`services.attention.sampling.noise`).
 """
 
 from __future__ import annotations
@@ -47,12 +48,14 @@ def draw_keys(sequence_keys: Sequence[int], positions: Sequence[int]) -> NDArray
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class DrawRow:
-    """A sequence as the sampler sees it. ``token_ids`` are all tokens so far, and grow; ``stop_ids`` may end it."""
+    """A draw as the sampler sees it. ``token_ids`` are all tokens of its sequence so far, and grow; ``stop_ids`` may
+    end it. ``drafts`` counts the drafts between these tokens and the draw."""
 
     params: SamplingParams
     token_ids: Sequence[int]
     prompt_len: int
     stop_ids: frozenset[int] = frozenset()
+    drafts: int = 0
     may_edit: bool = field(init=False)
     """Whether penalties, biases or bans change the logits in any step."""
     looks_back: bool = field(init=False)
@@ -65,6 +68,7 @@ class DrawRow:
     """See :func:`sequence_key`."""
     narrow_heads: int = field(init=False, default=0)
     """How many widths were too narrow for its filters; see :mod:`services.attention.sampling.filters`."""
+    _behind: list[DrawRow] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
         params = self.params
@@ -76,9 +80,27 @@ class DrawRow:
         )
         self.may_edit = self.looks_back or bool(params.logit_bias) or (params.min_tokens > 0 and bool(self.stop_ids))
 
+    def after(self, drafts: int) -> DrawRow:
+        """Return the draw of the same sequence after so many drafts; the same object each time."""
+        while len(self._behind) < drafts:
+            self._behind.append(
+                DrawRow(
+                    params=self.params,
+                    token_ids=self.token_ids,
+                    prompt_len=self.prompt_len,
+                    stop_ids=self.stop_ids,
+                    drafts=len(self._behind) + 1,
+                )
+            )
+        return self._behind[drafts - 1] if drafts else self
+
+    def position(self, ahead: int) -> int:
+        """Return the position of the draw when ``ahead`` more tokens are known than ``token_ids`` has."""
+        return len(self.token_ids) + self.drafts + ahead
+
     def generated(self, ahead: int) -> int:
-        """Return how many tokens are generated when ``ahead`` more are known than ``token_ids`` has."""
-        return len(self.token_ids) + ahead - self.prompt_len
+        """Return how many tokens come after the prompt and before the draw."""
+        return self.position(ahead) - self.prompt_len
 
     def bans_stop(self, ahead: int) -> bool:
         return self.generated(ahead) < self.params.min_tokens and bool(self.stop_ids)

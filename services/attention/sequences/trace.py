@@ -153,4 +153,4 @@ def _steps(trace: SequenceTrace) -> int:
 
 
 def _in_step(state: SequenceState, plan: StepPlan) -> bool:
-    return any(state is piece.state for piece in plan.prompts) or any(state is one for one in plan.decodes)
+    return any(state is piece.state for piece in plan.pieces) or any(state is one for one in plan.decodes)

@@ -225,6 +225,7 @@ def engine_options(
         prefix_cache_scope=settings.prefix_cache_scope,
         lookahead=lookahead,
         prefill_stretch=prefill_stretch,
+        speculative_config=settings.speculation,
     )
 
 

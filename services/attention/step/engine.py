@@ -21,6 +21,9 @@ from services.attention.kv_cache import KVCache, blocks_within
 from services.attention.sampling.sampler import Sampler
 from services.attention.sequences.plan import BatchLimits
 from services.attention.sequences.trace import SequenceTraces
+from services.attention.speculation.drafting import Drafting
+from services.attention.speculation.gate import Gate
+from services.attention.speculation.ngram import NgramSpeculator
 from services.attention.step.cuda_graphs import Capture, StepGraphs
 from services.attention.step.flatten import Flattener
 from services.attention.step.overlap import OverlapPolicy
@@ -30,6 +33,7 @@ from services.attention.step.stats import Durations, EngineStats
 from services.attention.step.traced_exchanges import TracedExchanges
 from services.attention.step.traced_pipeline import TracedPipeline
 from services.attention.step.warmup import dummy_batches
+from services.config.speculation import SpeculativeConfig
 from services.errors import InternalError
 from services.fabric.link import LOCAL, ExpertLink, RemoteLink
 from services.messages import GenerateRequest, TokenEvent
@@ -59,6 +63,8 @@ class EngineOptions:
     lookahead: Lookahead = "off"
     prefill_stretch: float | None = None
     """How many times as long as without prompts a step may take while sequences decode; None: as long as it takes."""
+    speculative_config: SpeculativeConfig | None = None
+    """How tokens are drafted; None: they are not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +124,7 @@ class Engine(Generic[HandleT]):
         )
         self._sampler = Sampler(spec.vocab_size, model.device)
         self._pace = None if options.prefill_stretch is None else Pace(options.prefill_stretch)
+        self._speculative_config = options.speculative_config
         self._reset()
 
     def _new_graphs(self) -> StepGraphs[HandleT] | None:
@@ -131,13 +138,16 @@ class Engine(Generic[HandleT]):
         """Forget all requests, cached prefixes and figures."""
         self._pool = BlockPool(self._kv.num_blocks, self._kv.block_size)
         traces = self._traces = None if self._tracing is None else SequenceTraces(self._tracing.tracer)
-        self._batch = BatchManager(self._limits, self._pool, self._clock, traces=traces, pace=self._pace)
+        drafting = self._new_drafting()
+        self._batch = BatchManager(
+            self._limits, self._pool, self._clock, traces=traces, pace=self._pace, drafting=drafting
+        )
         if self._graphs is not None:
             self._graphs.steps = 0
         self._runner = StepRunner(self._model, self._link, self._kv, graphs=self._graphs, overlap=self._overlap)
         parts = self._batch, self._inputs, self._runner, self._sampler
         if (tracing := self._tracing) is None or traces is None:
-            self._steps = StepPipeline(*parts, lookahead=self._lookahead, pace=self._pace)
+            self._steps = StepPipeline(*parts, lookahead=self._lookahead, pace=self._pace, drafting=drafting)
         else:
             travels = self._link.transport != LOCAL
             exchange = TracedExchanges(self._runner.link, tracing.remote) if travels else None
@@ -145,10 +155,16 @@ class Engine(Generic[HandleT]):
                 *parts,
                 lookahead=self._lookahead,
                 pace=self._pace,
+                drafting=drafting,
                 tracer=tracing.tracer,
                 traces=traces,
                 exchange=exchange,
             )
+
+    def _new_drafting(self) -> Drafting | None:
+        if (config := self._speculative_config) is None:
+            return None
+        return Drafting(NgramSpeculator(config), Gate(config.num_speculative_tokens), self._pool)
 
     def _drop_all(self) -> None:
         for request_id, attempt in self.held().items():
@@ -271,6 +287,9 @@ class Engine(Generic[HandleT]):
             prefill_chunks=counters.prefill_chunks,
             prefill_tokens=counters.prefill_tokens,
             decode_tokens=counters.decode_tokens,
+            draft_chains=counters.chains,
+            draft_tokens=counters.draft_tokens,
+            accepted_tokens=counters.accepted_tokens,
             steps=self._steps.steps,
             step_tokens=self._steps.step_tokens,
             step_seconds=self._steps.step_seconds,

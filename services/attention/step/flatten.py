@@ -1,6 +1,7 @@
 """Turns a step plan into tensors: all pieces in one flat row dimension, without padding (ExpertFlow 4.2).
 
-Decoding sequences, hundreds in a step, are handled together as arrays; pieces of prompts one by one. The KV blocks of
+Decoding sequences, hundreds in a step, are handled together as arrays; chains of drafts and pieces of prompts one by
+one. The KV blocks of
 decodes are in a :class:`BlockTable`, which is kept from step to step: a step changes few of its rows. For a step that
 runs as two micro-batches, :func:`split` cuts the tensors between two sequences.
 Legend: T rows of the step, R rows whose logits are wanted, B decoding sequences, M blocks per sequence.
@@ -35,7 +36,7 @@ class Flattener:
         self._position_B = _array(())
 
     def of(self, plan: StepPlan, after_B: Tensor | None = None) -> StepInputs:
-        """Return rows of ``plan``. Logits are wanted of the last rows of sequences that draw, then of rows that score.
+        """Return rows of ``plan``. Logits are wanted of the rows that draw, then of those that score.
 
         Args:
             after_B: tokens on the device that ``plan.decodes`` do not know yet: ``plan`` follows the step that draws
@@ -51,15 +52,16 @@ class Flattener:
         position_parts, slot_parts = [position_B], [slot_B]
         sequences: list[SequenceRows] = []
         draws, scores = list(range(len(states))) if plan.prompts else [], list[int]()
-        for piece in plan.prompts:
+        for piece in plan.pieces:
             blocks = piece.state.blocks
             sequences.append(SequenceRows(start=first, length=piece.length, kv_len=piece.end, blocks=blocks))
             token_ids += piece.state.token_ids[piece.start : piece.end]
+            token_ids += piece.drafts
             position_W = np.arange(piece.start, piece.end)
             position_parts.append(position_W)
             slot_parts.append(_slots(blocks, position_W, size))
             if piece.draws:
-                draws.append(first + piece.length - 1)
+                draws += range(first + piece.length - 1 - len(piece.drafts), first + piece.length)
             scores += (first + position - 1 - piece.start for position in piece.scored)
             first += piece.length
         position_T, slot_T = _joined(position_parts), _joined(slot_parts)
@@ -74,9 +76,7 @@ class Flattener:
             positions_T=positions_T,
             slots_T=slots_T,
             sequences=tuple(sequences),
-            logits_rows_R=upload(_array(draws + scores), self._device)
-            if plan.prompts
-            else self._first_rows(len(states)),
+            logits_rows_R=upload(_array(draws + scores), self._device) if plan.prompts else self._first_rows(first),
             decodes=DecodeRows(kv_len_B=position_B + 1, blocks_BM=blocks_BM) if states else None,
         )
 

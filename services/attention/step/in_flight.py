@@ -113,7 +113,7 @@ class LastHidden:
         ahead: int,
     ) -> LastHidden:
         """Draw without waiting for the device. ``history`` and ``ahead`` are those of :meth:`Sampler.draw`."""
-        rows = [state.row for state in plan.drawing]
+        rows = plan.rows
         x_RD = x_TD[inputs.logits_rows_R] if plan.prompts else x_TD
         drawn = sampler.draw(model.logits(x_RD[: len(rows)]), rows, history, ahead=ahead) if rows else None
         finite_T = download(x_TD.isfinite().all(dim=-1))
@@ -126,6 +126,8 @@ class LastHidden:
             drawn = self.drawn.redrawn()
             self.redrawn = drawn is not self.drawn
             outcomes = drawn.outcomes()
+        if self.plan.chains:
+            outcomes = self._with_chains(outcomes)
         if self.plan.prompts:
             outcomes = self._with_prompts(outcomes, model)
         if bool(self.finite_T.all()):
@@ -134,11 +136,24 @@ class LastHidden:
         healthy = _healthy(self.finite_T, self.inputs)
         return [o if fine else _broken() for o, fine in zip(outcomes, healthy, strict=True)]
 
+    def broken_slots(self) -> Tensor:
+        """Return the slots of rows that are not finite."""
+        return self.inputs.slots_T[self.finite_T.logical_not().nonzero()[:, 0].to(self.inputs.slots_T.device)]
+
+    def _with_chains(self, drawn: Sequence[Outcome]) -> list[Outcome]:
+        """Return one outcome per decode and chain, made of ``drawn``, one per draw, and then those of prompts."""
+        first = len(self.plan.decodes)
+        outcomes = list(drawn[:first])
+        for chain in self.plan.chains:
+            outcomes.append(Outcome.verified(drawn[first : first + chain.length], chain.drafts))
+            first += chain.length
+        return outcomes + list(drawn[first:])
+
     def _with_prompts(self, drawn: Sequence[Outcome], model: DenseModel) -> list[Outcome]:
-        """Return one outcome per sequence, made of ``drawn``, one per draw, and of the rows that score prompts."""
-        decodes = len(self.plan.decodes)
-        draws, scores = iter(drawn[decodes:]), _scores(self.scored_RD, self.plan.prompts, model)
-        outcomes = list(drawn[:decodes])
+        """Return one outcome per sequence, made of ``drawn``, one per draw of prompts, and of rows that score them."""
+        others = len(self.plan.decodes) + len(self.plan.chains)
+        draws, scores = iter(drawn[others:]), _scores(self.scored_RD, self.plan.prompts, model)
+        outcomes = list(drawn[:others])
         for piece in self.plan.prompts:
             outcome = next(draws) if piece.draws else Outcome()
             outcomes.append(_with_scores(outcome, next(scores), piece))
@@ -170,9 +185,9 @@ def _score(x_RD: Tensor, tokens: Sequence[int], width: int, model: DenseModel) -
 def _healthy(finite_T: Tensor, inputs: StepInputs) -> list[bool]:
     """Return whether all rows of each sequence are finite."""
     decodes = len(inputs.decodes or ())
-    prompts = [bool(finite_T[rows.start : rows.start + rows.length].all()) for rows in inputs.sequences]
+    pieces = [bool(finite_T[rows.start : rows.start + rows.length].all()) for rows in inputs.sequences]
     healthy: list[bool] = finite_T[:decodes].tolist()
-    return healthy + prompts
+    return healthy + pieces
 
 
 def _with_scores(outcome: Outcome, scores: ScoreTable | None, piece: Piece) -> Outcome:

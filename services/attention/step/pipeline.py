@@ -25,6 +25,7 @@ from services.attention.batching.pace import Pace
 from services.attention.sampling.histories import Histories
 from services.attention.sampling.sampler import Sampler
 from services.attention.sequences.plan import Outcome, StepPlan
+from services.attention.speculation.drafting import Drafting
 from services.attention.step.flatten import Flattener
 from services.attention.step.in_flight import InFlightStep, LastHidden
 from services.attention.step.overlap import StepTime
@@ -47,6 +48,7 @@ class StepPipeline:
             CUDA graphs (``replayed``), or ``all``. Where the host takes part in every layer, launching ahead delays the
             tokens of the step before and saves nothing.
         pace: learns how long steps take.
+        drafting: learns from every step; None where nothing is drafted.
     """
 
     def __init__(
@@ -58,13 +60,15 @@ class StepPipeline:
         *,
         lookahead: Lookahead,
         pace: Pace | None = None,
+        drafting: Drafting | None = None,
     ) -> None:
         self._batch, self._inputs, self._runner, self._sampler = batch, inputs, runner, sampler
         self._model, self._kv = runner.model, runner.kv
         self._lookahead, self._pace, self._histories = lookahead, pace, Histories(runner.kv)
+        self._drafting = drafting
         self._ahead: InFlightStep | None = None
         self._mark: Callable[[torch.device], Awaited] = Mark
-        self._launched, self._last_read = 0, 0.0
+        self._launched, self._last_read, self._goes_on = 0, 0.0, False
         self.steps, self.overlapped_steps, self.launched_ahead = 0, 0, 0
         """Totals since the start. A step that is launched ahead counts when it is read, for it may be discarded."""
         self.failures: Counter[str] = Counter()
@@ -159,15 +163,19 @@ class StepPipeline:
         outcomes = self._outcomes(step)
         if step.redrawn:
             self._discard_ahead()
-        now = time.perf_counter()
-        seconds, self._last_read = now - max(step.began, self._last_read), now
+        now, before = time.perf_counter(), self._last_read
+        seconds, self._last_read = now - max(step.began, before), now
         if step.error is None:
             timing = StepTime(seconds=seconds, waited_s=step.waited_s)
             self._runner.overlap.note(step.sizes, timing, split=step.split)
-            if self._pace is not None:
+            if self._pace is not None and not step.plan.chains:
                 decodes = len(step.plan.decodes)
                 self._pace.note(decodes, step.plan.tokens - decodes, seconds)
+            if self._drafting is not None:
+                # With what the host did since the step before: steps launched ahead hide it, others do not.
+                self._drafting.note(step.plan, outcomes, now - before if self._goes_on else seconds)
         self._account(step, outcomes)
+        self._goes_on = self._batch.running > 0
         self.steps += 1
         self.overlapped_steps += step.split
         self.step_tokens, self.step_seconds, self.step_overlapped = step.plan.tokens, seconds, step.split
@@ -182,7 +190,6 @@ class StepPipeline:
             self._finish(step)
             outcomes = step.outcomes(self._model)
             self.failures["not_finite"] += step.last_hidden is not None and step.last_hidden.broken
-            return outcomes
         except RequestError as error:
             self.failures["experts"] += 1
             return [Outcome(error=error)] * plan.sequences
@@ -191,10 +198,22 @@ class StepPipeline:
         except Exception:
             self.failures["error"] += 1
             logger.exception("a step of %d sequences failed; running each sequence on its own", plan.sequences)
+        else:
+            return self._without_drafts(step, outcomes) if plan.chains else outcomes
         self._discard_ahead()
-        if plan.sequences == 1:
+        if plan.sequences == 1 and not plan.chains:
             return [Outcome(error=_step_failed())]
         return [outcome for alone in plan.one_by_one() for outcome in self._alone(alone)]
+
+    def _without_drafts(self, step: InFlightStep, outcomes: list[Outcome]) -> list[Outcome]:
+        """Compute chains again that failed, without their drafts: a row that is not finite breaks those before it."""
+        assert step.last_hidden is not None
+        if step.last_hidden.broken:
+            self._kv.clear(step.last_hidden.broken_slots())
+        for at, chain in enumerate(step.plan.chains, start=len(step.plan.decodes)):
+            if outcomes[at].error is not None:
+                [outcomes[at]] = self._alone(StepPlan(decodes=(chain.state,)))
+        return outcomes
 
     def _alone(self, plan: StepPlan) -> list[Outcome]:
         ended = any(not state.blocks for state in plan.states)

@@ -26,6 +26,10 @@ class EngineStats:
     prefill_tokens: int
     decode_tokens: int
     steps: int
+    draft_chains: int = 0
+    """How often a sequence had drafts in a step; how many these were, and how many of them were accepted."""
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
 
     step_tokens: int
     step_seconds: float

@@ -22,6 +22,7 @@ from services.attention.batching.pace import Pace
 from services.attention.sampling.sampler import Sampler
 from services.attention.sequences.plan import Outcome, StepPlan
 from services.attention.sequences.trace import SequenceTrace, SequenceTraces
+from services.attention.speculation.drafting import Drafting
 from services.attention.step.flatten import Flattener
 from services.attention.step.in_flight import InFlightStep, LastHidden
 from services.attention.step.pipeline import Lookahead, StepPipeline
@@ -101,11 +102,12 @@ class TracedPipeline(StepPipeline):
         *,
         lookahead: Lookahead,
         pace: Pace | None,
+        drafting: Drafting | None,
         tracer: Tracer,
         traces: SequenceTraces,
         exchange: TracedExchanges | None,
     ) -> None:
-        super().__init__(batch, inputs, runner, sampler, lookahead=lookahead, pace=pace)
+        super().__init__(batch, inputs, runner, sampler, lookahead=lookahead, pace=pace, drafting=drafting)
         self._tracer, self._traces, self._exchange = tracer, traces, exchange
         self._slices = StepSlices(tracer)
         self._gpu_began: dict[int, TimedMark] = {}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from typing import Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, field_validator
 
 from services.config.fields import ATTENTION, COMPUTING, SCHEDULER, setting
+from services.config.speculation import SpeculativeConfig
 from services.prefix import PrefixScope
 
 
@@ -88,6 +90,12 @@ class EngineSettings(BaseModel):
         "run without CUDA graphs, and launch each decode step only after the previous one has finished",
         roles=(ATTENTION,),
     )
+    speculative_config: str | None = setting(
+        None,
+        'draft tokens and verify several in a step, where that is measured to be faster: {"method": "ngram"} drafts '
+        "what followed the same tokens earlier in prompt and answer (docs/speculation.md)",
+        roles=(ATTENTION,),
+    )
     overlap: Literal["auto", "on", "off"] = setting(
         "auto",
         "split steps in two and compute attention of one half while expert workers compute the other (ping-pong); "
@@ -97,3 +105,18 @@ class EngineSettings(BaseModel):
     threads: int | None = setting(
         None, "number of CPU threads to compute with (default: chosen by torch)", roles=COMPUTING, ge=1
     )
+
+    @property
+    def speculation(self) -> SpeculativeConfig | None:
+        """How tokens are drafted; None: they are not."""
+        text = self.speculative_config
+        return None if text is None else SpeculativeConfig.model_validate_json(text)
+
+    @field_validator("speculative_config", mode="before")
+    @classmethod
+    def _is_known(cls, value: object) -> object:
+        """Refuses what cannot be drafted by. A file may have a mapping where the command line has text."""
+        text = json.dumps(value) if isinstance(value, dict) else value
+        if isinstance(text, str):
+            SpeculativeConfig.model_validate_json(text)
+        return text

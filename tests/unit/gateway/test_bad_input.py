@@ -30,6 +30,7 @@ WRONG: dict[str, list[Any]] = {
     "stop_token_ids": [[400]],
     "min_tokens": [4],
     "priority": [10],
+    "speculation": ["on", True],
     "seed": [2**63],
     "logprobs": [21],
     "stream_options": [{"include_usage": True}],
@@ -121,6 +122,7 @@ async def test_parameters_reach_the_worker(gateway):
         "ignore_eos": True,
         "stop_token_ids": [9],
         "priority": 2,
+        "speculation": "off",
         "user": "me",
     }
     assert (await gateway.http.post(URL, json=body)).status_code == 200
@@ -130,7 +132,7 @@ async def test_parameters_reach_the_worker(gateway):
     assert (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) == (1.1, 0.2, -0.2)
     assert (sampling.logit_bias, sampling.stop_token_ids) == ({7: -100.0}, (9,))
     assert (sampling.seed, sampling.min_tokens, sampling.ignore_eos) == (2**63 - 1, 1, True)
-    assert (request.priority, request.tenant) == (2, "default")
+    assert (request.priority, request.tenant, sampling.speculation) == (2, "default", "off")
 
 
 async def test_a_large_body_is_refused_whole_or_in_pieces(start):

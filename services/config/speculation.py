@@ -1,0 +1,40 @@
+"""How tokens are drafted, as `--speculative-config` says it, with vLLM's names."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+SPECULATIVE = (
+    'JSON with "method": "ngram", and if wanted num_speculative_tokens, prompt_lookup_min and prompt_lookup_max, each '
+    "from 1 to 16, the least no larger than the most"
+)
+"""What a value has to be, for messages."""
+
+
+class SpeculativeConfig(BaseModel):
+    """``num_speculative_tokens`` is the longest chain of drafts; measured gain decides about shorter ones."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    method: Literal["ngram"]
+    num_speculative_tokens: int = Field(4, ge=1, le=16)
+    prompt_lookup_min: int | None = Field(None, ge=1, le=16)
+    prompt_lookup_max: int | None = Field(None, ge=1, le=16)
+
+    @property
+    def shortest(self) -> int:
+        """Least tokens at the end of a sequence that have to occur earlier in it."""
+        return self.prompt_lookup_min or min(2, self.prompt_lookup_max or 2)
+
+    @property
+    def longest(self) -> int:
+        """Most tokens that are compared: of several earlier places the one that agrees in most of them is taken."""
+        return self.prompt_lookup_max or max(5, self.prompt_lookup_min or 5)
+
+    @model_validator(mode="after")
+    def _ordered(self) -> SpeculativeConfig:
+        if self.shortest > self.longest:
+            raise ValueError("prompt_lookup_min is larger than prompt_lookup_max")
+        return self
