@@ -22,6 +22,9 @@ PRESETS: Final[Mapping[str, Tiles]] = {
     "large": {"GEMV_ROWS": 0, "SMALL_ROWS": 0},
 }
 """The regime that a measurement is forced into, by the first part of the op's name: tiles of "fused_moe"."""
+ROUNDED: Final = "rounded"
+"""First part of the names of ops whose rows are rounded to FP8."""
+ROUNDED_MIN_ROWS: Final = 128
 SWITCHES: Final[Mapping[str, Tiles]] = {
     "gemv": {"PDL": 1},
     "small.in": {"TMA": 1, "EVICT_FIRST": 1, "PDL": 1, "LISTS_LAUNCH": 1, "MAX_REGISTERS": 128},
@@ -38,14 +41,22 @@ SWAP_MAX_ROWS: Final = 1024
 """Beyond, 16-bit products are bound by arithmetic, and rows fill the matrix unit as they are."""
 
 
-def regimes(shape: LayerShape, rows: int) -> list[str]:
+def regimes(shape: LayerShape, rows: int, dtype: str = "bf16") -> list[str]:
     """Those worth measuring. Example, 8 slots: 1 row gemv and small, 128 rows small and large, 512 rows large."""
     limits = {
         "gemv": rows <= GEMV_MAX_ROWS,
         "small": rows * shape.k <= SMALL_MAX_PAIRS,
         "large": rows >= LARGE_MIN_ROWS,
+        ROUNDED: rows >= ROUNDED_MIN_ROWS and dtype == "fp8",
     }
     return [name for name, inside in limits.items() if inside]
+
+
+def forced(op: str) -> dict[str, Tiles]:
+    """Tiles of other ops with which a call takes the way that ``op`` is on."""
+    kind = op.partition(".")[0]
+    preset = {"fused_moe": PRESETS[kind]} if kind in PRESETS else {}
+    return {**preset, "rounded_rows": {"FROM_ROWS": int(kind == ROUNDED)}}
 
 
 def stages(op: str, shape: LayerShape, rows: int, dtype: str) -> list[list[Tiles]]:
@@ -58,6 +69,8 @@ def stages(op: str, shape: LayerShape, rows: int, dtype: str) -> list[list[Tiles
         found = [_small(shape, rows, dtype, down=part == "down")]
     elif kind == "large":
         found = [_large(shape, rows, dtype, down=part == "down"), _cross(GROUP_M=(2, 4, 8, 16, 32))]
+    elif kind == ROUNDED:
+        found = [_rounded(shape, rows, down=part == "down"), _cross(GROUP_M=(2, 4, 8, 16, 32))]
     else:
         found = [_cross(BLOCK_D=(256, 512, 1024, 2048), num_warps=(1, 2, 4, 8))]
     return [list(stage) for stage in found] + [[{name: value}] for name, value in SWITCHES.get(op, {}).items()]
@@ -86,7 +99,7 @@ def shared_bytes(op: str, tiles: Mapping[str, int], shape: LayerShape, dtype: st
         return 0.0
     return fitting.shared_bytes(
         tiles, block_m=tiles["BLOCK_M"], matrices=2 if shape.gated and op.endswith(".in") else 1,
-        weight_bytes=WEIGHT_BYTES[dtype], row_bytes=ACTIVATION_BYTES,
+        weight_bytes=WEIGHT_BYTES[dtype], row_bytes=1 if op.startswith(ROUNDED) else ACTIVATION_BYTES,
     )  # fmt: skip
 
 
@@ -133,6 +146,11 @@ def _large(shape: LayerShape, rows: int, dtype: str, *, down: bool) -> Iterator[
             SWAP=(0,), BLOCK_N=(64, 128, 256), BLOCK_K=(64,), num_warps=(4, 8), num_stages=(3, 4), PERSIST=(0, 1),
             **blocks_m,
         )  # fmt: skip
+
+
+def _rounded(shape: LayerShape, rows: int, *, down: bool) -> Iterator[Tiles]:
+    blocks_m = {} if down else {"BLOCK_M": _row_blocks(shape, rows, 128)[-2:]}
+    yield from _cross(BLOCK_N=(64, 128), num_warps=(4, 8), num_stages=(3, 4, 5), **blocks_m)
 
 
 def _row_blocks(shape: LayerShape, rows: int, most: int) -> tuple[int, ...]:

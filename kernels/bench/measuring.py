@@ -15,13 +15,15 @@ from bench import draws
 from bench.bank import Bank, poison
 from bench.case import Case, activation_dtype, deviation, make
 from bench.precompile import Compilers, Task
-from bench.providers import PROVIDERS, Prepare, Unsupported
+from bench.providers import PROVIDERS, ROUNDED, Prepare, Unsupported
 from bench.results import Row
 from bench.shapes import LayerShape
 from bench.timing import Call, Timing, measure
 
 WRONG: Final = {"fp32": 1e-3, "fp16": 1e-2, "bf16": 2e-2}
 """Deviation from the float32 reference above which a timing does not count, by the dtype of the activations."""
+WRONG_ROUNDED: Final = 5e-2
+"""The same where rows are rounded to FP8 before both products: each loses 2.6 % of its size."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,7 +115,7 @@ def _measure(case: Case, name: str, prepare: Prepare, settings: Settings) -> Row
             off = _deviation(case, call.kept)
             timing = measure(call, copies=case.copies, device=case.device, budget_s=settings.budget_s)
             # Again on what the last replay left: launches that overlap may be right only one by one.
-            error = _wrong(case, off) or _wrong(case, _deviation(case, call.kept))
+            error = _wrong(case, name, off) or _wrong(case, name, _deviation(case, call.kept))
     except Unsupported as unsupported:
         error = f"unsupported: {unsupported}"
     except Exception as failure:  # noqa: BLE001 - a peer that fails is a result, not the end of the run
@@ -137,6 +139,6 @@ def _deviation(case: Case, output: object) -> float | None:
     return deviation(case, output) if case.op == "fused_moe" and isinstance(output, Tensor) else None
 
 
-def _wrong(case: Case, off: float | None) -> str:
-    limit = WRONG[activation_dtype(case.dtype)]
+def _wrong(case: Case, provider: str, off: float | None) -> str:
+    limit = WRONG_ROUNDED if provider in ROUNDED else WRONG[activation_dtype(case.dtype)]
     return "" if off is None or off <= limit else f"wrong: deviates by {off:.3g} from float32, allowed {limit:g}"

@@ -21,7 +21,7 @@ from bench.case import activation_dtype, make
 from bench.providers import PROVIDERS
 from bench.shapes import LayerShape
 
-COMPILED: Final = ("ours", "vllm")
+COMPILED: Final = ("ours", "ours_rounded", "vllm", "vllm_fp8")
 """Providers whose kernels are compiled as they are first called."""
 
 

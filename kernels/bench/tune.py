@@ -26,7 +26,7 @@ from bench.bank import Bank, poison
 from bench.candidates import PRESETS, Tiles
 from bench.case import Case, activation_dtype, deviation
 from bench.floors import WEIGHT_BYTES
-from bench.measuring import WRONG, Kept, Settings, release
+from bench.measuring import WRONG, WRONG_ROUNDED, Kept, Settings, release
 from bench.providers.ours import prepare_ours
 from bench.shapes import ROWS, SHAPES, LayerShape
 from bench.timing import measure
@@ -34,8 +34,12 @@ from bench.tune_workers import Work, compilers, make_case, run_once
 from moe_kernels import tiles as table
 from moe_kernels.tiles import Entry
 
-OPS: Final = ("gemv", "small.in", "small.down", "large.in", "large.down", "combine", "fused_moe")
-"""In this order: "fused_moe", which regime is the fastest, is decided by what the others reached."""
+OPS: Final = (
+    "gemv", "small.in", "small.down", "large.in", "large.down", "rounded.in", "rounded.down", "combine", "fused_moe",
+    "rounded_rows",
+)  # fmt: skip
+"""In this order: which regime is the fastest, "fused_moe" and "rounded_rows" say by what the others reached."""
+DECIDED: Final = ("fused_moe", "rounded_rows")
 NOTABLE: Final = 0.99
 """A switch is thrown only if it saves more than noise: 1 %."""
 POISONED: Final = (1 << 20, 1 << 24)
@@ -50,15 +54,15 @@ class Tuner:
         self._budget_s = budget_s
         self._bank = Bank(work.shape, work.device, activation_dtype=activation_dtype(work.dtype))
         self._cases: dict[int, Case] = {}
-        self._expected: dict[int, Tensor] = {}
+        self._expected: dict[tuple[int, bool], Tensor] = {}
 
     def search(self, op: str, rows: int, chosen: Mapping[str, Tiles]) -> tuple[Tiles, float]:
         """The fastest tiles of ``op`` and the microseconds of the whole call with them."""
         start = dict(chosen.get(op) or lookup(op, self._work, rows))
-        if op == "large.down" and "large.in" in chosen:
-            start["BLOCK_M"] = chosen["large.in"]["BLOCK_M"]
-        regime = PRESETS.get(op.partition(".")[0], {})
-        others = {**chosen, **({"fused_moe": regime} if regime else {})}
+        kind, _, part = op.partition(".")
+        if part == "down" and kind != "small" and f"{kind}.in" in chosen:
+            start["BLOCK_M"] = chosen[f"{kind}.in"]["BLOCK_M"]
+        others = {**chosen, **candidates.forced(op)}
         case = self._case(rows)
         best, best_us = start, self._time(case, {**others, op: start})
         for changes in candidates.stages(op, self._work.shape, rows, self._work.dtype):
@@ -91,24 +95,25 @@ class Tuner:
             with table.overridden(choices), torch.no_grad():
                 poison(case.device, sizes=POISONED)
                 call = Kept(prepare_ours(case), case.copies)
-                self._require_right(case, call(0))
+                rounded = bool(choices["rounded_rows"]["FROM_ROWS"])
+                self._require_right(case, call(0), rounded)
                 timing = measure(call, copies=case.copies, device=case.device, budget_s=self._budget_s)
                 # What the last replay left: launches that overlap may be right only one by one.
-                self._require_right(case, call.kept)
+                self._require_right(case, call.kept, rounded)
                 return timing.p50
         except Exception as failure:  # noqa: BLE001 - a candidate that does not run is not chosen
             print(f"  {type(failure).__name__}: {str(failure)[:120]} with {choices}", file=sys.stderr)
             return float("inf")
 
-    def _require_right(self, case: Case, y_TD: object) -> None:
+    def _require_right(self, case: Case, y_TD: object, rounded: bool) -> None:
         """Against float32 the first time, then against what passed: a compiler's mistake must not win by its speed."""
         assert isinstance(y_TD, Tensor)
-        limit = WRONG[activation_dtype(case.dtype)]
-        expected = self._expected.get(case.rows)
+        expected = self._expected.get((case.rows, rounded))
+        limit = WRONG_ROUNDED if rounded and expected is None else WRONG[activation_dtype(case.dtype)]
         off = deviation(case, y_TD) if expected is None else float((y_TD.float() - expected).norm() / expected.norm())
         if not off <= limit:
             raise AssertionError(f"wrong: deviates by {off:.3g}")
-        self._expected.setdefault(case.rows, y_TD.float())
+        self._expected.setdefault((case.rows, rounded), y_TD.float())
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -140,7 +145,7 @@ def _tune_layer(
             for op in ops:
                 if time.monotonic() > deadline:
                     return False
-                tiles, us = _regime(work.shape, reached) if op == "fused_moe" else tuner.search(op, rows, chosen)
+                tiles, us = _decide(op, work.shape, reached) if op in DECIDED else tuner.search(op, rows, chosen)
                 if us == float("inf"):
                     continue
                 chosen[op] = tiles
@@ -159,10 +164,19 @@ def _known(work: Work, rows: int, path: Path, again: set[str]) -> tuple[dict[str
     for entry in tile_file.read(path):
         shape, dtype = key_of(entry.op, work)
         same = (dict(entry.shape), entry.dtype, entry.rows) == (shape, dtype, rows)
-        if same and entry.us and entry.op not in again | {"fused_moe"}:
+        if same and entry.us and entry.op not in again | set(DECIDED):
             chosen[entry.op] = dict(entry.tiles)
             reached[entry.op] = entry.us
     return chosen, reached
+
+
+def _decide(op: str, shape: LayerShape, reached: Mapping[str, float]) -> tuple[Tiles, float]:
+    """Tiles of an op that is one of :data:`DECIDED`; rounding is compared with ways that were measured beside it."""
+    tiles, us = _regime(shape, reached)
+    if op == "fused_moe" or us == float("inf"):
+        return tiles, us
+    rounded = min((reached[name] for name in ("rounded.in", "rounded.down") if name in reached), default=float("inf"))
+    return {"FROM_ROWS": int(rounded < us)}, min(rounded, us)
 
 
 def _regime(shape: LayerShape, reached: Mapping[str, float]) -> tuple[Tiles, float]:
@@ -212,8 +226,9 @@ def _missing(work: Work, options: argparse.Namespace, path: Path) -> dict[int, l
     known = {tile_file.key(entry) for entry in tile_file.read(path) if entry.us}
     found: dict[int, list[str]] = {}
     for rows in options.rows:
-        regimes = candidates.regimes(work.shape, rows)
-        ops = [op for op in OPS if op in options.op and (op.partition(".")[0] in (*regimes, "combine", "fused_moe"))]
+        regimes = {*candidates.regimes(work.shape, rows, work.dtype), "combine", "fused_moe"}
+        regimes |= {"rounded_rows"} if candidates.ROUNDED in regimes else set()
+        ops = [op for op in OPS if op in options.op and op.partition(".")[0] in regimes]
         for op in ops:
             shape, dtype = key_of(op, work)
             if options.again or (op, dtype, tuple(sorted(shape.items())), rows) not in known:

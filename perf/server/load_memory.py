@@ -1,14 +1,15 @@
 """How much memory of the host loading a quantised checkpoint needs beyond its weights, as where they go to a GPU.
 
     PYTHONPATH=.:kernels:tests python3 -m perf.server.load_memory [--dir DIR] [--format fp8] [--layers 6]
-        [--device meta] [--keep] [--json FILE]
+        [--held] [--holes] [--device meta] [--keep] [--json FILE]
 
 Writes a checkpoint of Mixtral-8x7B's shapes, whose matrices are the largest of all families, into DIR, in files of
-about 1 GB; codes are noise and scales one number. A process of its own loads all of it onto a device whose memory is
-not the host's, and says by how much its resident memory grew at most, as the kernel counts it. On the device ``meta``
-tensors have no memory at all, and what is copied to them is dropped: the way there is that of a GPU, but for pinning
-its buffers (at most 16 MiB for each thread that reads) and the driver's own memory. The exit code is 1 where it is more
-than the largest file and 2 GiB.
+about 1 GB; codes are noise and scales one number. With --holes all but scales is zeros that take no disk, so that
+30 GB fit anywhere. With --held experts are held as they are stored, otherwise in 16 bits. A process of its own
+loads all of it onto a device whose memory is not the host's, and says by how much its resident memory grew at most,
+as the kernel counts it. On the device ``meta`` tensors have no memory at all, and what is copied to them is
+dropped: the way there is that of a GPU, but for pinning its buffers (at most 16 MiB for each thread that reads) and
+the driver's own memory. The exit code is 1 where it is more than the largest file and 2 GiB.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import re
 import shutil
 import subprocess
@@ -37,6 +39,7 @@ from services.model.quantised.quantisation import Choice  # noqa: E402
 from services.model.spec import ModelSpec  # noqa: E402
 from services.model.stored_tensors import DTYPES  # noqa: E402
 from services.model.weights import load_dense, load_experts  # noqa: E402
+from services.model.weights_sample import with_weights  # noqa: E402
 
 FILE_BYTES = 1 << 30
 NOISE_BYTES = 64 << 20
@@ -96,7 +99,7 @@ def tensors(spec: ModelSpec) -> Iterator[Tensor]:
                 yield Tensor(name=stored.name, dtype=stored.types[0], shape=stored.shapes[0], kind=part)
 
 
-def write_checkpoint(folder: Path, form: str, layers: int) -> None:
+def write_checkpoint(folder: Path, form: str, layers: int, *, holes: bool) -> None:
     """Write files of about FILE_BYTES."""
     folder.mkdir(parents=True)
     config = MIXTRAL | {"num_hidden_layers": layers, "quantization_config": FORMATS[form]}
@@ -108,10 +111,10 @@ def write_checkpoint(folder: Path, form: str, layers: int) -> None:
         shards[-1].append(tensor)
     noise = torch.randint(0, 256, (NOISE_BYTES,), dtype=torch.uint8) & NO_NAN
     for number, shard in enumerate(shards):
-        _write_file(folder / f"model-{number + 1:05}-of-{len(shards):05}.safetensors", shard, noise)
+        _write_file(folder / f"model-{number + 1:05}-of-{len(shards):05}.safetensors", shard, noise, holes=holes)
 
 
-def _write_file(path: Path, shard: list[Tensor], noise: torch.Tensor) -> None:
+def _write_file(path: Path, shard: list[Tensor], noise: torch.Tensor, *, holes: bool) -> None:
     header, end = {}, 0
     for tensor in shard:
         header[tensor.name] = {
@@ -122,6 +125,10 @@ def _write_file(path: Path, shard: list[Tensor], noise: torch.Tensor) -> None:
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for tensor in shard:
+            if holes and tensor.kind != "scales":
+                file.seek(tensor.nbytes, os.SEEK_CUR)
+                file.truncate()
+                continue
             content = noise
             if tensor.kind in ("scales", "plain"):
                 content = torch.full((1 << 20,), 2.0**-8, dtype=DTYPES[tensor.dtype]).view(torch.uint8)
@@ -129,20 +136,20 @@ def _write_file(path: Path, shard: list[Tensor], noise: torch.Tensor) -> None:
                 file.write(content[: min(len(content), tensor.nbytes - begin)].numpy().data)
 
 
-def load(folder: Path, device: torch.device) -> Grown:
+def load(folder: Path, device: torch.device, *, held: bool) -> Grown:
     """Load the checkpoint in this process, and return what it took."""
-    spec = load_spec(folder)
+    spec = with_weights(load_spec(folder), folder, "auto" if held else "dense")
+    assert bool(spec.experts.label) == held, "experts are held as they were asked for"
     sizes = [file.stat().st_size for file in folder.glob("*.safetensors")]
     before, began = _resident("VmRSS"), time.perf_counter()
     Path("/proc/self/clear_refs").write_text("5")  # the highest so far is what there is now
     dense = load_dense(folder, spec, dtype=torch.bfloat16, device=device)
     experts = load_experts(folder, spec, dtype=torch.bfloat16, device=device)
-    held = sum(part.nbytes for layer in experts.values() for part in (layer.w_gate_up_E2FD, layer.w_down_EDF))
-    held += dense.embed_VD.nbytes + dense.lm_head_VD.nbytes
+    weights = sum(layer.nbytes for layer in experts.values()) + dense.embed_VD.nbytes + dense.lm_head_VD.nbytes
     return Grown(
         files=sum(sizes),
         largest_file=max(sizes),
-        weights=held,
+        weights=weights,
         grown=_resident("VmHWM") - before,
         left=_resident("VmRSS") - before,
         seconds=time.perf_counter() - began,
@@ -160,18 +167,21 @@ def main() -> int:
     parser.add_argument("--dir", type=Path, default=Path("/tmp/load-memory"))
     parser.add_argument("--format", choices=FORMATS, default="fp8")
     parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--held", action="store_true", help="experts as they are stored")
+    parser.add_argument("--holes", action="store_true", help="zeros that take no disk, but for scales")
     parser.add_argument("--device", default="meta")
     parser.add_argument("--keep", action="store_true", help="leave the checkpoint for another run")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--load", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.load:
-        print(json.dumps(asdict(load(options.dir, torch.device(options.device)))))
+        print(json.dumps(asdict(load(options.dir, torch.device(options.device), held=options.held))))
         return 0
     if not options.dir.exists():
-        write_checkpoint(options.dir, options.format, options.layers)
+        write_checkpoint(options.dir, options.format, options.layers, holes=options.holes)
     try:
         words = [sys.executable, "-m", "perf.server.load_memory", "--load", "--dir", str(options.dir)]
+        words += ["--held"] if options.held else []
         ended = subprocess.run([*words, "--device", options.device], stdout=subprocess.PIPE, text=True, check=True)
         found = Grown(**json.loads(ended.stdout))
     finally:

@@ -28,6 +28,7 @@ from services.fabric.lockstep.turns import LockstepTurns, Rows, StoreWakeUp, wai
 from services.fabric.secret import read_secret
 from services.messages import GenerateRequest, TokenEvent
 from services.model.experts import ExpertShard, sliced
+from services.model.held_experts import check_slices
 from services.model.progress import Progress
 from services.model.spec import ModelSpec
 from services.model.weights import load_experts
@@ -47,11 +48,15 @@ class LockstepRank:
 
     Args:
         step_tokens: most tokens of a step, of which all ranks must have the same.
+
+    Raises:
+        ConfigError: experts cannot be split into so many slices.
     """
 
     def __init__(
         self, settings: Settings, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device, step_tokens: int
     ) -> None:
+        check_slices(spec, settings.expert_slices)
         self._settings, self._spec, self._dtype, self._device = settings, spec, dtype, device
         self._step_tokens = step_tokens
         self.on_notify: Callable[[], None] = lambda: None

@@ -100,7 +100,8 @@ class WeightSources:
         shapes = {GATE_UP: (count, 2 * ffn, hidden), DOWN: (count, hidden, ffn)}
         if kind is None:
             return {name: torch.empty(shape, dtype=self._dtype, device=_META) for name, shape in shapes.items()}
-        return {name: empty_weight(kind, shape, _META) for name, shape in shapes.items()}
+        kinds = {GATE_UP: kind, DOWN: kind.folded}
+        return {name: empty_weight(kinds[name], shape, _META) for name, shape in shapes.items()}
 
 
 class _Arriving:

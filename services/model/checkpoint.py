@@ -19,8 +19,9 @@ from services.errors import CheckpointError
 from services.model.expert_format import Kind
 from services.model.header import DOWNLOAD_AGAIN, TensorEntry
 from services.model.names import Shape
-from services.model.sources import Source, kind_of
+from services.model.sources import Source
 from services.model.spec import ModelSpec
+from services.model.stored_kinds import StoredKinds
 from services.model.tensor_entries import tensor_entries
 
 if TYPE_CHECKING:  # digests are made without torch
@@ -41,6 +42,7 @@ class Checkpoint:
 
     def __init__(self, model_dir: Path, spec: ModelSpec) -> None:
         self._entries, self._sources = tensor_entries(model_dir, spec)
+        self._kinds = StoredKinds(self._entries, self._sources)
         self._seen = {file: _state(file) for file in {entry.file for entry in self._entries.values()}}
         self._descriptors: dict[Path, int] = {}
         self._opening = threading.Lock()
@@ -66,7 +68,7 @@ class Checkpoint:
 
     def kind(self, name: str) -> Kind | None:
         """Return the form in which the weight called ``name`` can be held as it is stored, if there is one."""
-        return kind_of(name, self._entries, self._sources)
+        return self._kinds(name)
 
     def read_stored(self, name: str, dtype: torch.dtype) -> QuantisedWeight:
         """Return a weight that has a :meth:`kind`, exactly, as the only expert, to be served in ``dtype``.

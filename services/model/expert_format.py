@@ -6,8 +6,9 @@ that hold experts in different ways do not answer for one another.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Literal
 
@@ -22,6 +23,8 @@ _STEP = 16
 """What must divide columns, so that rows of activations start where a kernel may load."""
 ScaleType = Literal["float16", "bfloat16", "float32", "uint8"]
 _SCALE_BYTES: Mapping[ScaleType, int] = {"float16": 2, "bfloat16": 2, "float32": 4, "uint8": 1}
+_ORDER_BYTES = 4
+_ROUNDED_SCALES: Mapping[str, ScaleType] = {"int": "float16", "e4m3": "float32", "e2m1": "uint8"}
 _NAMES = {"int": "int", "e4m3": "fp", "e2m1": "mxfp"}
 
 
@@ -29,7 +32,8 @@ _NAMES = {"int": "int", "e4m3": "fp", "e2m1": "mxfp"}
 class Kind:
     """A form of :class:`moe_kernels.QuantisedWeight`, whose words these are: codes of ``bits`` bits that mean whole
     numbers, less zero points if there are ``zeros``, or FP8 or FP4 numbers; with a scale for each ``group`` columns of
-    ``scale_rows`` rows."""
+    ``scale_rows`` rows. ``ordered``: columns are in an order of each expert's own (act-order); that of the down
+    projection is :attr:`folded` into the rows of the other two as they are loaded."""
 
     bits: int
     group: int
@@ -37,11 +41,29 @@ class Kind:
     scale_rows: int = 1
     zeros: bool = False
     scale_type: ScaleType = "float16"
+    ordered: bool = False
 
     def __str__(self) -> str:
         size = f"g{self.group}" if self.group else "channel"
         size = f"{self.scale_rows}x{self.group}" if self.scale_rows > 1 else size
-        return f"{_NAMES[self.codes]}{self.bits}-{size}{'-zeros' if self.zeros else ''}"
+        flags = f"{'-zeros' if self.zeros else ''}{'-order' if self.ordered else ''}"
+        return f"{_NAMES[self.codes]}{self.bits}-{size}{flags}"
+
+    @property
+    def folded(self) -> Kind:
+        """The form of a matrix whose columns are in order."""
+        return replace(self, ordered=False)
+
+    @property
+    def rounded(self) -> Kind:
+        """The form with scales of the type that rounding makes."""
+        return replace(self, scale_type=_ROUNDED_SCALES[self.codes])
+
+    def cut(self, rows_of: int) -> int:
+        """Return at which multiples of rows of gate and up, and columns of down, experts can be cut. ``rows_of``: all
+        of them."""
+        columns = math.lcm(_RUN if self.bits == 4 else _STEP, self.group or 1)
+        return math.lcm(columns, math.gcd(self.scale_rows, rows_of))
 
     def problem(self, rows: int, columns: int) -> str | None:
         """Return what a matrix that it can hold has, if it cannot hold this one."""
@@ -52,7 +74,8 @@ class Kind:
     def nbytes(self, rows: int, columns: int) -> int:
         width = -(-columns // _RUN) * _RUN // 2 if self.bits == 4 else columns
         scales = -(-rows // self.scale_rows) * (-(-columns // self.group) if self.group else 1)
-        return rows * width + scales * (_SCALE_BYTES[self.scale_type] + self.zeros)
+        order = _ORDER_BYTES * columns if self.ordered else 0
+        return rows * width + scales * (_SCALE_BYTES[self.scale_type] + self.zeros) + order
 
     def kept_on_cpu(self, rows: int, columns: int, dtype: str) -> int:
         """Return the most bytes that ``moe_kernels.quant.cached`` keeps beside a matrix that rows in ``dtype`` met."""

@@ -12,8 +12,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from moe_kernels import ArgumentError, Weight, stack_rows
+from moe_kernels import ArgumentError, QuantisedWeight, Weight, stack_rows
 from services.errors import ConfigError
+from services.model.host_memory import spare
 from services.model.products import FastestProducts, Products
 
 GATE_UP, DOWN = "gate_up", "down"
@@ -90,6 +91,7 @@ def _columns(weight: Weight, begin: int, end: int) -> Weight:
 
 class ExpertShard:
     """Some or all experts of the MoE layers of a model. Expert ids are the model's; others than those here are skipped.
+    What a CPU keeps beside quantised ones leaves the host :func:`services.model.host_memory.spare`.
 
     Args:
         layers: layer index -> the experts of that layer that are here.
@@ -102,6 +104,10 @@ class ExpertShard:
     ) -> None:
         self._layers, self._products = dict(layers), products or FastestProducts()
         self._slots = {layer: _slot_of_expert(held, num_experts) for layer, held in layers.items()}
+        for held in layers.values():
+            for weight in (held.w_gate_up_E2FD, held.w_down_EDF):
+                if isinstance(weight, QuantisedWeight):
+                    weight.forms.spare = spare
 
     def by_layer(self) -> dict[int, Callable[[Tensor, Tensor, Tensor], Tensor]]:
         """Return :meth:`forward` of layers with experts here, as :class:`services.fabric.local.LocalLink` calls it."""

@@ -40,8 +40,9 @@ def held_experts(spec: ModelSpec, choice: ExpertFormat, stored: StoredKind, fold
 
 
 def _like(asked: Kind, stored: Kind | None) -> Kind:
-    """Return ``stored`` where that is what was asked for, but for the type of its scales: then nothing is rounded."""
-    same = stored is not None and replace(stored, scale_type=asked.scale_type) == asked
+    """Return ``stored`` where that is what was asked for, but for the type of its scales and the order of its columns:
+    then nothing is rounded."""
+    same = stored is not None and replace(stored.folded, scale_type=asked.scale_type) == asked
     return stored if stored is not None and same else asked
 
 
@@ -69,6 +70,24 @@ def _log_dense(spec: ModelSpec, kinds: Mapping[int, Kind | None], stored: Stored
     log.info('experts of %d of %d layers are held dense: "%s" %s%s', len(dense), len(kinds), name, how, others)
 
 
+def check_slices(spec: ModelSpec, count: int) -> None:
+    """Raise ConfigError where experts cannot be split into ``count`` slices of their inner width."""
+    width = spec.expert_ffn
+    if width % count:
+        raise ConfigError(
+            f"Experts of width {width} cannot be split into {count} slices.",
+            hint="Choose a number that divides the width.",
+        )
+    for layer in spec.moe_layers:
+        kind = spec.experts.of(layer)
+        if kind is not None and width // count % kind.cut(width) and count > 1:
+            raise ConfigError(
+                f"Experts of width {width} that are held in {kind} cannot be split into {count} slices: expected a "
+                f"multiple of {kind.cut(width)} columns for each, found {width // count}.",
+                hint="Choose fewer slices, or --expert-format dense.",
+            )
+
+
 def expert_bytes(spec: ModelSpec, itemsize: int) -> int:
     """Return the bytes of all experts, held as ``spec.experts`` says; ``itemsize`` is of a number that is dense."""
     width, hidden = spec.expert_ffn, spec.hidden_size
@@ -89,7 +108,7 @@ def kept_on_cpu(spec: ModelSpec, dtype: str) -> int:
 
 
 def _bytes(kind: Kind, width: int, hidden: int) -> int:
-    return kind.nbytes(2 * width, hidden) + kind.nbytes(hidden, width)
+    return kind.nbytes(2 * width, hidden) + kind.folded.nbytes(hidden, width)
 
 
 def _check(spec: ModelSpec, choice: ExpertFormat, folder: Path) -> None:

@@ -8,13 +8,16 @@ from __future__ import annotations
 import ctypes
 import math
 import mmap
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 HUGE_PAGE_BYTES = 2 << 20
+RESERVED_SHARE = 20
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -33,6 +36,34 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
     with suppress(OSError):  # a kernel without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype).view(tuple(shape))
+
+
+def spare(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return the bytes that this process may take and leave the host, or its container, a twentieth of its memory.
+    Below zero where there is less already; any number where the system does not say."""
+    try:
+        facts = dict(line.split(":") for line in (proc / "meminfo").read_text().splitlines())
+    except OSError:
+        return sys.maxsize
+    total, available = (int(facts[name].split()[0]) << 10 for name in ("MemTotal", "MemAvailable"))
+    found = available - total // RESERVED_SHARE
+    for folder in _own_cgroups(proc, cgroups):
+        with suppress(OSError, ValueError):  # "max", or none here
+            most = int((folder / "memory.max").read_text())
+            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            used = int((folder / "memory.current").read_text()) - int(stat["inactive_file"])
+            found = min(found, most - used - most // RESERVED_SHARE)
+    return found
+
+
+def _own_cgroups(proc: Path, cgroups: Path) -> Iterator[Path]:
+    """Yield the folders of this process's groups, from its own to the root."""
+    with suppress(OSError):
+        for line in (proc / "self/cgroup").read_text().splitlines():
+            number, _, path = line.partition("::")
+            if number == "0":
+                own = cgroups / path.lstrip("/")
+                yield from (folder for folder in (own, *own.parents) if folder.is_relative_to(cgroups))
 
 
 def release_pinned() -> None:

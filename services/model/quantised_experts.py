@@ -13,7 +13,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from moe_kernels import ArgumentError, QuantisedWeight, quantize_experts, stack_rows
+from moe_kernels import ArgumentError, QuantisedWeight, fold_order, quantize_experts, stack_rows
 from services.errors import CheckpointError
 from services.model.expert_format import Kind
 from services.model.host_memory import empty
@@ -36,6 +36,7 @@ def empty_weight(kind: Kind, shape: tuple[int, int, int], device: torch.device) 
         codes=kind.codes,
         scale_rows=kind.scale_rows,
         zeros=kind.zeros,
+        ordered=kind.ordered,
         scale_type=getattr(torch, kind.scale_type),
         device="meta",
     )
@@ -89,7 +90,16 @@ class QuantisedLoader:
 
     def _take(self, w_in: QuantisedWeight, w_down: QuantisedWeight, slot: int, ffn: FfnNames) -> None:
         gate, up, down = (self._tensors.read_stored(name, self._dtype) for name in (ffn.gate, ffn.up, ffn.down))
-        _put(w_in, slot, stack_rows(gate, up))
+        try:
+            both, down, _ = fold_order(stack_rows(gate, up), down)
+        except ArgumentError as error:
+            raise CheckpointError(
+                f'"{ffn.gate}" and "{ffn.up}" must have their columns in the same order for the layer to be held as it '
+                f"is stored: {error}.",
+                hint="Serve it with --expert-format dense.",
+            ) from error
+        assert isinstance(both, QuantisedWeight)
+        _put(w_in, slot, both)
         _put(w_down, slot, down)
 
     def _round(
@@ -127,7 +137,9 @@ class QuantisedLoader:
 
 def _round_into(weight: QuantisedWeight, staged: Tensor, kind: Kind) -> None:
     form = {"codes": kind.codes, "scale_rows": kind.scale_rows, "zeros": kind.zeros}
-    quantize_experts(staged, kind.bits, kind.group, **form, into=weight)  # type: ignore[arg-type]
+    if weight.order is not None:
+        weight.order.copy_(torch.arange(weight.in_features))
+    quantize_experts(staged, kind.bits, kind.group, **form, into=weight.without_order())  # type: ignore[arg-type]
 
 
 def _put(weight: QuantisedWeight, slot: int, expert: QuantisedWeight) -> None:

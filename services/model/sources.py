@@ -25,6 +25,8 @@ from services.model.spec import ModelSpec
 
 _HINT = "config.json and weights must come from the same checkpoint: download both again."
 _WEIGHT = ".weight"
+EXPERTS = ".experts."
+"""Between the names of a layer and of one of its experts."""
 _MIXTRAL = re.compile(r"(\.experts\.\d+\.)(w[123])$")
 _PARTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"}
@@ -67,12 +69,18 @@ def find_sources(entries: Mapping[str, TensorEntry], folder: Path, spec: ModelSp
 
 
 def kind_of(name: str, entries: Mapping[str, TensorEntry], sources: Mapping[str, Source]) -> Kind | None:
-    """Return the form in which the weight called ``name`` can be held as it is stored, if there is one."""
+    """Return the form in which the weight called ``name`` can be held as it is stored, if there is one; of experts in
+    the order of columns that config.json says."""
     if name not in sources:
         return None
     source = sources[name]
     types = {part: entries[stored.name].dtype for part, stored in source.parts.items()}
-    return stored_kind(source.format, source.shape, source.parts, types)
+    return _holdable(name, stored_kind(source.format, source.shape, source.parts, types))
+
+
+def _holdable(name: str, kind: Kind | None) -> Kind | None:
+    """Products of experts alone take columns in an order of their own."""
+    return None if kind is not None and kind.ordered and EXPERTS not in name else kind
 
 
 def promised_kinds(spec: ModelSpec) -> Callable[[str], Kind | None]:
@@ -90,7 +98,7 @@ def promised_kinds(spec: ModelSpec) -> Callable[[str], Kind | None]:
             return None
         layout = scheme.layouts(module, shape)[0].items()
         parts = {part: stored for part, stored in layout if stored.promised or not stored.optional}
-        return stored_kind(scheme, shape, parts, {"scales": "BF16"})
+        return _holdable(name, stored_kind(scheme, shape, parts, {"scales": "BF16"}))
 
     return promised
 

@@ -24,6 +24,7 @@ from services.model.expert_format import Kind
 from services.model.held_experts import held_experts
 from services.model.load_spec import load_spec
 from services.model.names import EMBED, Shape, dense_shapes, expert_shapes
+from services.model.sources import promised_kinds
 from services.model.spec import ModelSpec
 from services.model.stored_tensors import DTYPES
 from services.model.tensor_reads import Place, read_tensors, refuse_overflow
@@ -135,13 +136,20 @@ class StoredTensors:
 
 @dataclass(frozen=True, slots=True)
 class RandomWeights:
-    """Draws what config.json describes. The folder needs no weights; those that it has are not read."""
+    """Draws what config.json describes, experts in the form in which it says that they are stored. The folder needs no
+    weights; those that it has are not read."""
 
     seed: int = 0
 
     def spec(self, folder: Path, expert_format: ExpertFormat) -> ModelSpec:
         spec = load_spec(folder)
-        return dataclasses.replace(spec, experts=held_experts(spec, expert_format, lambda _: None, folder))
+        promised = promised_kinds(spec)
+
+        def rounded(name: str) -> Kind | None:
+            kind = promised(name)
+            return None if kind is None else kind.rounded
+
+        return dataclasses.replace(spec, experts=held_experts(spec, expert_format, rounded, folder))
 
     def open(self, folder: Path, spec: ModelSpec, device: torch.device) -> AbstractContextManager[Tensors]:
         del folder

@@ -156,7 +156,7 @@ def _quantised_layers(
         layer: (
             kind,
             empty_weight(kind, (len(ids), 2 * width, hidden), device),
-            empty_weight(kind, (len(ids), hidden, width), device),
+            empty_weight(kind.folded, (len(ids), hidden, width), device),
         )
         for layer, ids in wanted.items()
         if (kind := spec.experts.of(layer)) is not None

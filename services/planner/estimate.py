@@ -96,6 +96,12 @@ def held_bytes(spec: ModelSpec) -> tuple[int, int]:
     return _WEIGHT_BYTES * weights(spec)[0], expert_bytes(spec, _WEIGHT_BYTES)
 
 
+def expert_times(kind: str) -> tuple[tuple[float, float], ...]:
+    """Return the times of experts that are held in ``kind``, over 16 bits, by rows of an expert; () where there are
+    none. An order of columns costs a copy of the rows, which is not counted."""
+    return EXPERT_TIMES.get(kind.removesuffix("-order"), ())
+
+
 def usual_kind(spec: ModelSpec) -> str:
     """Return how the experts of most layers are held."""
     kinds = [str(spec.experts.of(layer) or "") for layer in spec.moe_layers]
@@ -158,7 +164,7 @@ def _mode(spec: ModelSpec, given: Namespace, tokens: int) -> Mode:
         layers=layers,
         weight_bytes=_WEIGHT_BYTES,
         experts_held=expert_bytes(spec, _WEIGHT_BYTES) / layers,
-        experts_time=EXPERT_TIMES.get(usual_kind(spec), ()),
+        experts_time=expert_times(usual_kind(spec)),
         dense_weights=(weights(spec)[0] - _looked_up(spec))
         // layers,  # with a share of head and layers without experts
     )

@@ -23,11 +23,21 @@ from services.model.spec import ModelSpec
 from services.placement import DoesNotFit, counted, parallel_plan
 from services.planner import trace as plan_trace
 from services.planner.command import command, layout_of
-from services.planner.estimate import Row, between, exchanges, held_bytes, inside, kv_bytes, row, usual_kind, weights
+from services.planner.estimate import (
+    Row,
+    between,
+    exchanges,
+    expert_times,
+    held_bytes,
+    inside,
+    kv_bytes,
+    row,
+    usual_kind,
+    weights,
+)
 from services.planner.figures import (
     ACROSS_GB,
     ACROSS_US,
-    EXPERT_TIMES,
     KINDS,
     LINK_US,
     LOCKSTEP_US,
@@ -226,7 +236,7 @@ def _expert_times(spec: ModelSpec) -> Iterator[str]:
     if usual != spec.experts.label:
         yield _MIXED.format(usual or "16 bits")
     if usual:
-        yield _PREFILL if usual in EXPERT_TIMES else _UNMEASURED.format(usual)
+        yield _PREFILL if expert_times(usual) else _UNMEASURED.format(usual)
 
 
 def _title(spec: ModelSpec, settings: Settings, given: Namespace) -> str:

@@ -10,17 +10,16 @@ import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 from services.attention.setup.batch_size import BatchSize, batch_size
 from services.attention.setup.capacity import USUAL_KV_GIB, Capacity, capacity
 from services.config import Settings
 from services.errors import ConfigError
-from services.model.held_experts import expert_bytes, held_experts, kept_on_cpu
+from services.model.held_experts import check_slices, expert_bytes, held_experts, kept_on_cpu
 from services.model.load_spec import load_spec, tokenizer_file
 from services.model.names import dense_shapes, expert_shapes
-from services.model.sources import kind_of
 from services.model.spec import ModelSpec
+from services.model.stored_kinds import StoredKinds
 from services.model.tensor_entries import tensor_entries
 from services.supervisor.gpus import Gpus, find_gpus
 from services.supervisor.roster import computing, gpu_shares
@@ -70,7 +69,7 @@ class Preview:
             return []
         return [
             f"experts held in {self.expert_format}: on a CPU what their products take is made as they are used, and "
-            f"kept, which takes up to {_size(self.kept_bytes)} more"
+            f"kept, which takes up to {_size(self.kept_bytes)} more, if that leaves a twentieth of the machine's memory"
         ]
 
     def _kv_lines(self) -> list[str]:
@@ -104,10 +103,11 @@ def preflight(settings: Settings, find: Callable[[], Gpus] = find_gpus) -> Previ
     _check_gpus(settings, gpus)
     blocks, room = _room(settings, spec, _BYTES[dtype], on_cpu=device == "cpu")
     tokenizer_file(settings.model)
-    entries, sources = tensor_entries(settings.model, spec)
-    stored = partial(kind_of, entries=entries, sources=sources)
+    stored = StoredKinds(*tensor_entries(settings.model, spec))
     held = held_experts(spec, settings.held_experts, stored, settings.model)
     spec = dataclasses.replace(spec, experts=held)
+    if settings.layout == "lockstep":
+        check_slices(spec, settings.expert_slices)
     experts = sum(map(math.prod, expert_shapes(spec).values()))
     dense = sum(map(math.prod, dense_shapes(spec).values()))
     expert_nbytes = expert_bytes(spec, _BYTES[dtype])

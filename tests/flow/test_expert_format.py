@@ -15,7 +15,7 @@ import pytest
 from testkit.models.checkpoints import VOCAB, save_checkpoint
 from testkit.models.oracles import complete_all, oracles_answers
 from testkit.models.quantised_checkpoints import quantise
-from testkit.models.quantisers import FORMATS
+from testkit.models.quantisers import FORMATS, Format, gptq
 from testkit.processes.servers import bench
 from testkit.waiting import until
 
@@ -30,21 +30,28 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "lockstep": {"layout": "lockstep", "workers": 2, "expert_slices": 2},
 }
 WIDE: dict[str, Any] = {"hidden_size": 128, "head_dim": 32, "num_experts": 4}
-CASES: list[tuple[str, ExpertFormat, int]] = [
-    ("local", "int4", 128),
-    ("apart", "int8", 64),
-    ("apart", "auto", 64),
-    ("colocated", "mxfp4", 128),
-    ("lockstep", "int4", 256),
+ACT_ORDER = Format(
+    encode=gptq(4, 32, sorts=True), config={**FORMATS["gptq-int4"].config, "group_size": 32, "desc_act": True}
+)
+CASES: list[tuple[str, ExpertFormat, int, Format | None]] = [
+    ("local", "int4", 128, None),
+    ("apart", "int8", 64, None),
+    ("apart", "auto", 64, FORMATS["gptq-int8-row"]),
+    ("apart", "auto", 64, ACT_ORDER),
+    ("colocated", "mxfp4", 128, None),
+    ("lockstep", "int4", 256, None),
+    ("lockstep", "auto", 256, ACT_ORDER),
 ]
-"""Layout, format, width of the experts. "auto" is of a GPTQ checkpoint in int8, which is held as it is."""
+"""Layout, format, width of the experts, and of which checkpoint: "auto" holds it as it is."""
 
 
-@pytest.mark.parametrize(("layout", "expert_format", "width"), CASES)
-def test_greedy_answers_are_the_oracles(tmp_path: Path, layout: str, expert_format: ExpertFormat, width: int) -> None:
+@pytest.mark.parametrize(("layout", "expert_format", "width", "stored"), CASES)
+def test_greedy_answers_are_the_oracles(
+    tmp_path: Path, layout: str, expert_format: ExpertFormat, width: int, stored: Format | None
+) -> None:
     folder = save_checkpoint(tmp_path / "plain", "qwen3_moe", seed=11, moe_intermediate_size=width, **WIDE)
-    if expert_format == "auto":
-        folder = quantise(folder, tmp_path, FORMATS["gptq-int8-row"]).folder
+    if stored is not None:
+        folder = quantise(folder, tmp_path, stored).folder
     rng = random.Random(5)
     prompts = [[rng.randrange(3, VOCAB) for _ in range(length)] for length in (1, 7, 16, 33, 70)]
     expected = oracles_answers(folder, prompts, 10, expert_format=expert_format)

@@ -14,6 +14,7 @@ from testkit.gpu.calls import MORE, SERVED
 CALLS = [*SERVED, *MORE]
 PRODUCTS = {
     "grouped_gemm_kernel", "swapped_gemm_kernel", "small_in_kernel", "small_down_kernel", "grouped_outer_kernel",
+    "rounded_gemm_kernel",
 }  # fmt: skip
 SPILLS: dict[str, set[str]] = {
     "experts-bf16-1-int4": {"gemv_down_kernel"},

@@ -89,6 +89,19 @@ def test_only_hit_experts_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None
     assert (3, torch.float16) in w_in.forms.kept
 
 
+@pytest.mark.parametrize(
+    ("spare", "kept"), [(0, 4), (-1, 3), (-48 * 256 * 4, 3), (-48 * 256 * 4 - 1, 2), (-(1 << 40), 1)]
+)
+def test_a_host_that_can_spare_less_keeps_less(spare: int, kept: int) -> None:
+    """As many bytes of the oldest forms go as are missing; the one that was made stays."""
+    q = random_weight("e4m3 channel", 6, 48, 256)
+    for expert in range(3):
+        expert_product(q, expert, rows(1, 256, torch.float32))
+    q.forms.spare = lambda: spare
+    expert_product(q, 5, rows(1, 256, torch.float32))
+    assert list(q.forms.kept) == [(expert, torch.float32) for expert in (0, 1, 2, 5)][-kept:]
+
+
 def test_a_weight_that_is_written_to_is_read_again() -> None:
     q, x_NI = random_weight("int4 g128", 2, 48, 256), rows(2, 256, torch.bfloat16)
     before = expert_product(q, 1, x_NI)

@@ -12,8 +12,11 @@ from bench import draws
 from bench.bank import DTYPES, QUANTISED
 from bench.checks.base import Check, Layer, kernels, layer, random, references, share
 from bench.draws import Draw
+from moe_kernels import tiles
 from moe_kernels.activations.op import Activation
 from moe_kernels.experts.op import fused_moe, grouped_mlp
+from moe_kernels.experts.rounded_rows.reference import fused_moe as rounded_moe
+from moe_kernels.quant.weight import QuantisedWeight
 
 DIVISORS: Final = {
     "mixtral": 4,
@@ -26,6 +29,8 @@ DIVISORS: Final = {
     "glm-4.5-air": 4,
 }
 """Layers of at most 400 MB that keep their number of experts and slots."""
+MOVED_CODES: Final = 2.5
+"""How many times more rounded rows may deviate. Rows that are not rounded would deviate 3.7 times as much."""
 ROWS: Final = (1, 7, 32, 150, 1000)
 """One token, the small regime with and without few rows per expert, both sides of where the large one begins."""
 DTYPE_PAIRS: Final = (
@@ -41,7 +46,7 @@ DTYPE_PAIRS: Final = (
 def layer_checks(scale: int) -> list[Check]:
     names = [f"{name}/{divisor * scale}" for name, divisor in DIVISORS.items()]
     cases = [(name, *pair) for name in names for pair in DTYPE_PAIRS] + [("tiny", "fp32", "fp32")]
-    return [
+    return _rounded_checks(scale) + [
         Check(name=f"{op} {name} {dtype} {kind} rows {rows}", key=f"{name} {dtype} {kind}", run=run)
         for name, dtype, kind in cases
         for rows in ROWS
@@ -51,6 +56,34 @@ def layer_checks(scale: int) -> list[Check]:
         )
         if op == "fused_moe" or rows == 150
     ]
+
+
+def _rounded_checks(scale: int) -> list[Check]:
+    return [
+        Check(
+            name=f"fused_moe {name}/{divisor * scale} fp8 rounded rows {rows}",
+            key=f"{name}/{divisor * scale} fp8 bf16",
+            run=partial(check_rounded, f"{name}/{divisor * scale}", rows),
+        )
+        for name, divisor in DIVISORS.items()
+        for rows in (7, 150, 1000)
+    ]
+
+
+def check_rounded(name: str, rows: int, device: str) -> float:
+    """Rows rounded to FP8 as well, against a reference that rounds them alike, but for what another order of addition
+    moves over the edge of a code."""
+    made = layer(name, "fp8", "bf16", device)
+    assert isinstance(made.w_in, QuantisedWeight)
+    assert isinstance(made.w_down, QuantisedWeight)
+    draw = draws.uniform(rows, made.shape.E, made.shape.k, device=device)
+    x_TD = random((rows, made.shape.d), torch.bfloat16, device, seed=rows)
+    routes = draw.ids_TK, draw.weights_TK
+    with kernels(device), tiles.overridden({"rounded_rows": {"FROM_ROWS": 1}}):
+        found = fused_moe(x_TD, made.w_in, made.w_down, *routes, activation=act(made))
+    with references():
+        expected = rounded_moe(x_TD, made.w_in, made.w_down, *routes, act(made), None, None, "output", None, None, None)
+    return share(found, expected, x_TD.dtype) / MOVED_CODES
 
 
 def check_fused_moe(name: str, dtype: str, kind: str, rows: int, device: str) -> float:

@@ -6,18 +6,23 @@ from collections.abc import Mapping
 from typing import Final
 
 from bench.providers.base import Prepare, Unsupported
-from bench.providers.ours import prepare_ours, prepare_reference
+from bench.providers.ours import prepare_ours, prepare_reference, prepare_rounded
 from bench.providers.torch_chains import prepare_grouped_mm, prepare_transformers
-from bench.providers.vllm import prepare_marlin, prepare_vllm
+from bench.providers.vllm import prepare_fp8, prepare_marlin, prepare_vllm
 
 PROVIDERS: Final[Mapping[str, Prepare]] = {
     "ours": prepare_ours,
+    "ours_rounded": prepare_rounded,
     "vllm": prepare_vllm,
     "vllm_marlin": prepare_marlin,
+    "vllm_fp8": prepare_fp8,
     "grouped_mm": prepare_grouped_mm,
     "transformers": prepare_transformers,
     "torch": prepare_reference,
 }
 """In the order in which they run: those that may leave a failed capture behind come last."""
 
-__all__ = ["PROVIDERS", "Prepare", "Unsupported"]
+ROUNDED: Final = ("ours_rounded", "vllm_fp8")
+"""Those that round rows to FP8."""
+
+__all__ = ["PROVIDERS", "ROUNDED", "Prepare", "Unsupported"]

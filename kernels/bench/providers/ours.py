@@ -11,7 +11,7 @@ from bench.bank import DTYPES
 from bench.case import Case
 from bench.providers.base import require
 from bench.timing import Call
-from moe_kernels import backend
+from moe_kernels import backend, tiles
 from moe_kernels.experts.op import fused_moe, grouped_mlp
 from moe_kernels.plan.op import plan
 from moe_kernels.router.op import route
@@ -28,6 +28,19 @@ def prepare_ours(case: Case) -> Call:
         "route_plan": _route_plan,
     }
     return builders[case.op](case)
+
+
+def prepare_rounded(case: Case) -> Call:
+    """FP8 weights with rows rounded to FP8 as well, whatever the tile table says of these rows."""
+    require(case.op == "fused_moe" and case.dtype == "fp8", "rows are rounded for FP8 weights")
+    require(case.device != "cpu", "on a CPU no rows are rounded")
+    call = prepare_ours(case)
+
+    def run(number: int) -> object:
+        with tiles.overridden({"rounded_rows": {"FROM_ROWS": 1}}):
+            return call(number)
+
+    return run
 
 
 def prepare_reference(case: Case) -> Call:

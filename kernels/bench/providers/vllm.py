@@ -51,6 +51,30 @@ def _fused_experts(case: Case) -> Call:
     return call
 
 
+def prepare_fp8(case: Case) -> Call:
+    """Blocks of 128 x 128, rows rounded to FP8 with a scale for each 128 columns."""
+    require(case.device != "cpu", "vLLM's kernels need a GPU")
+    require(case.op == "fused_moe" and case.dtype == "fp8" and case.shape.gated, "measured with gated FP8 experts")
+    module, config = _module(f"{_MOE}.fused_moe"), _module(f"{_MOE}.config")
+    activation = _module(f"{_MOE}.activation").MoEActivation.SILU
+    layers = [_fp8_layer(config, *pair) for pair in case.bank.weights("fp8", case.copies)]
+    draw = case.draw
+
+    def call(number: int) -> object:
+        w_in, w_down, scales = layers[number % len(layers)]
+        return module.fused_experts(
+            case.x_TD, w_in, w_down, draw.weights_TK, draw.ids_TK, activation=activation, quant_config=scales
+        )
+
+    return call
+
+
+def _fp8_layer(config: Any, w_in: Any, w_down: Any) -> tuple[Tensor, Tensor, Any]:
+    block, floats = [w_in.scale_rows, w_in.group], torch.float8_e4m3fn
+    scales = config.fp8_w8a8_moe_quant_config(w1_scale=w_in.scales, w2_scale=w_down.scales, block_shape=block)
+    return w_in.packed.view(floats), w_down.packed.view(floats), scales
+
+
 def _routing(case: Case) -> Call:
     route = _module(f"{_MOE}.router.fused_topk_router").fused_topk
     align = _module(f"{_MOE}.moe_align_block_size").moe_align_block_size

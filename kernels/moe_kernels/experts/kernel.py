@@ -17,6 +17,7 @@ from moe_kernels import tiles as table
 from moe_kernels.activations.op import Activation
 from moe_kernels.backend import packed
 from moe_kernels.combine.kernel import launch as combine
+from moe_kernels.experts.rounded_rows import launch as rounded_rows
 from moe_kernels.gemv.kernel import gemv_moe
 from moe_kernels.grouped_gemm import launch as gemm
 from moe_kernels.grouped_gemm.swapped import launch as swapped
@@ -54,6 +55,13 @@ def fused_moe(
     rows, slots = ids_TK.shape
     shape = shape_of(w_in, w_down, slots)
     kind = dtype_of(w_in, x_TD)
+    if rounded_rows.takes(w_in) and rounded_rows.takes(w_down):
+        from_rows = lookup("rounded_rows", shape, rows, kind, x_TD)["FROM_ROWS"]
+        if 0 < from_rows <= rows:
+            return _rounded(
+                x_TD, w_in, w_down, ids_TK, weights_TK, activation, bias_in, bias_down, weights_on == "input", keep_T,
+                local_E, plan, shape, kind,
+            )  # fmt: skip
     regimes = lookup("fused_moe", shape, rows, kind, x_TD)
     if plan is None and keep_T is None and local_E is None and rows <= regimes["GEMV_ROWS"]:
         return gemv_moe(
@@ -115,6 +123,34 @@ def _large(
         out_SD = swapped.launch(h_SF, w_down, plan, None, "identity", bias_down, None, tiles_down)
     else:
         out_SD = _unpacked(h_SF, w_down, plan, None, "identity", bias_down, None, tiles_down)
+    return combine(out_SD, plan.place_S.view(rows, slots), None if weigh_input else weights_TK)
+
+
+def _rounded(
+    x_TD: Tensor,
+    w_in: QuantisedWeight,
+    w_down: QuantisedWeight,
+    ids_TK: Tensor,
+    weights_TK: Tensor,
+    activation: Activation,
+    bias_in: Tensor | None,
+    bias_down: Tensor | None,
+    weigh_input: bool,
+    keep_T: Tensor | None,
+    local_E: Tensor | None,
+    plan: Plan | None,
+    shape: Mapping[str, int],
+    kind: str,
+) -> Tensor:
+    """:func:`_large` with rows rounded to FP8 before each product."""
+    rows, slots = ids_TK.shape
+    tiles_in = lookup("rounded.in", shape, rows, kind, x_TD)
+    tiles_down = lookup("rounded.down", shape, rows, kind, x_TD)
+    if plan is None:
+        plan = make_plan(ids_TK, shape["E"], block_rows=tiles_in["BLOCK_M"], keep_T=keep_T, local_E=local_E)
+    scale_S = weights_TK.view(-1) if weigh_input else None
+    h_SF = rounded_rows.launch(x_TD, w_in, plan, "token", activation, bias_in, scale_S, tiles_in)
+    out_SD = rounded_rows.launch(h_SF, w_down, plan, None, "identity", bias_down, None, tiles_down)
     return combine(out_SD, plan.place_S.view(rows, slots), None if weigh_input else weights_TK)
 
 

@@ -40,7 +40,7 @@ def by_pair(
     experts = w_in.shape[0]
     expert_S = _planned(plan) if plan is not None else local_ids(ids_TK, experts, keep_T, local_E).flatten()
     weight_S1 = weights_TK.reshape(-1, 1) if weigh_input else torch.ones_like(weights_TK).view(-1, 1)
-    out_SD = run(_gathered(x_TD, w_in, expert_S, slots), replace(w_in, order=None), expert_S.view(-1, 1), weight_S1)
+    out_SD = run(_gathered(x_TD, w_in, expert_S, slots), w_in.without_order(), expert_S.view(-1, 1), weight_S1)
     pairs = torch.arange(rows * slots, device=x_TD.device)
     place_TK = torch.where(expert_S >= 0, pairs, -1).view(rows, slots)
     return combine(out_SD, place_TK, None if weigh_input else weights_TK)

@@ -34,7 +34,8 @@ def expert_product(q: QuantisedWeight, expert: int, x_NI: Tensor) -> Tensor:
         return _form(q, expert, dtype).product(x_NI)
     most_bytes = SHARE * q.nbytes if _meets_codes(q, dtype) else math.prod(q.shape) * dtype.itemsize
     written = tuple(part._version for part in parts)
-    return q.forms.get((expert, dtype), written, most_bytes, partial(_form, q, expert, dtype)).product(x_NI)
+    key = (expert, dtype) if q.order is None else (expert, dtype, "order")
+    return q.forms.get(key, written, most_bytes, partial(_form, q, expert, dtype)).product(x_NI)
 
 
 def _meets_codes(q: QuantisedWeight, dtype: torch.dtype) -> bool:

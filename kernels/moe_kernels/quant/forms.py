@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
@@ -18,10 +19,20 @@ class Form:
     nbytes: int
 
 
+def unbounded() -> int:
+    """Bytes that a host of any size can spare."""
+    return sys.maxsize
+
+
 @dataclass(slots=True)
 class Forms:
-    """By key, at most so many bytes; ``written`` counts writes to the weight, and a form of before one is forgotten."""
+    """By key, at most so many bytes; ``written`` counts writes to the weight, and a form of before one is forgotten.
 
+    ``spare``: asked once a form was made, returns the bytes that the host can spare beside it; where there are less
+    than none, as many bytes of older forms are given up.
+    """
+
+    spare: Callable[[], int] = unbounded
     kept: OrderedDict[Hashable, tuple[Hashable, Form]] = field(default_factory=OrderedDict)
     lock: Lock = field(default_factory=Lock)
 
@@ -40,7 +51,8 @@ class Forms:
         with self.lock:
             self.kept[key] = written, made
             self.kept.move_to_end(key)
-            held = sum(form.nbytes for _, form in self.kept.values())
-            while held > most_bytes and len(self.kept) > 1:
-                held -= self.kept.popitem(last=False)[1][1].nbytes
+            over = sum(form.nbytes for _, form in self.kept.values()) - most_bytes
+            over = max(over, -self.spare())
+            while over > 0 and len(self.kept) > 1:
+                over -= self.kept.popitem(last=False)[1][1].nbytes
         return made

@@ -152,6 +152,21 @@ class QuantisedWeight:
         require(fits, f"quantised weights of shape {self.shape} go to a device, not to {device!r}")
         return self.with_tensors({name: part.to(device) for name, part in self.tensors().items()})
 
+    def with_order(self) -> QuantisedWeight:
+        """Itself if it has an ``order``, else with one in which column i meets x's column i."""
+        if self.order is not None:
+            return self
+        columns_I = torch.arange(self.in_features, dtype=torch.int32, device=self.device)
+        return _replaced(self, {"order": columns_I.expand(self.shape[0], -1).contiguous()})
+
+    def without_order(self) -> QuantisedWeight:
+        """What meets x once its columns are in the order of the weight's. What a CPU keeps is kept for both."""
+        if self.order is None:
+            return self
+        found = replace(self, order=None)
+        object.__setattr__(found, "forms", self.forms)
+        return found
+
     def experts(self, first: int, last: int) -> QuantisedWeight:
         """A view of experts ``first..last - 1``: a shard.
 

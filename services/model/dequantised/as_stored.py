@@ -24,19 +24,21 @@ def as_stored(scheme: LinearFormat, parts: Parts, shape: Shape, kind: Kind, dtyp
         CheckpointError: codes, scales, zero points or the order of columns are not such that ``kind`` has each value,
             or a value is not finite in ``dtype``.
     """
-    weight = scaled(scheme, parts, shape)
-    most = float(weight.scales_NG.abs().max()) * _LARGEST.get(kind.codes, 1 << kind.bits)
+    found = scaled(scheme, parts, shape)
+    most = float(found.scales_NG.abs().max()) * _LARGEST.get(kind.codes, 1 << kind.bits)
     if most > min(torch.finfo(dtype).max, torch.finfo(torch.float32).max):
         _check_finite(scheme, parts, shape, dtype)
-    if not torch.equal(weight.group_K, equal_groups(shape[1], kind.group or shape[1])):
-        raise _inexact(kind, parts.get("order", parts["codes"]), f"columns in groups of {kind.group}", "another order")
-    codes_NK, zeros_NG = _whole(weight, parts, kind) if kind.codes == "int" else (weight.codes_NK, None)
-    scales_NG = weight.scales_NG
+    groups_K = found.group_K.sort().values if kind.ordered else found.group_K
+    if not torch.equal(groups_K, equal_groups(shape[1], kind.group or shape[1])):
+        others = "groups of other sizes" if kind.ordered else "another order"
+        raise _inexact(kind, parts.get("order", parts["codes"]), f"columns in groups of {kind.group}", others)
+    codes_NK, zeros_NG = _whole(found, parts, kind) if kind.codes == "int" else (found.codes_NK, None)
+    scales_NG = found.scales_NG
     if kind.scale_type == "uint8":
         scales_NG = parts["scales"].tensor.view(torch.uint8).reshape(shape[0], -1)
     scales_NG = scales_NG.expand(shape[0], -1)[:: kind.scale_rows]
     try:
-        return from_codes(
+        weight = from_codes(
             codes_NK.contiguous().unsqueeze(0),
             scales_NG.to(getattr(torch, kind.scale_type)).contiguous().unsqueeze(0),
             bits=kind.bits,
@@ -44,7 +46,9 @@ def as_stored(scheme: LinearFormat, parts: Parts, shape: Shape, kind: Kind, dtyp
             codes=kind.codes,
             zeros=None if zeros_NG is None else zeros_NG[:: kind.scale_rows].contiguous().unsqueeze(0),
             scale_rows=kind.scale_rows,
+            group_of=found.group_K.unsqueeze(0) if kind.ordered else None,
         )
+        return weight.with_order() if kind.ordered else weight
     except ArgumentError as error:
         raise CheckpointError(
             f'{parts["codes"].file}: "{parts["codes"].name}" cannot be held as it is stored: {error}.',

@@ -20,6 +20,8 @@ _SCALES: Mapping[str, ScaleType] = {"F16": "float16", "BF16": "bfloat16"}
 def stored_kind(scheme: LinearFormat, shape: Shape, parts: Layout, types: Mapping[str, str]) -> Kind | None:
     """Return the form in which a weight of ``shape`` can be held as it is stored; None if there is none.
 
+    It is ``ordered`` where config.json says so.
+
     Args:
         types: the type of each of ``parts``.
     """
@@ -39,12 +41,16 @@ def _kind(scheme: LinearFormat, parts: Layout) -> Kind | None:
     if isinstance(scheme, Awq):
         return Kind(bits=4, group=scheme.group, zeros=True)
     if isinstance(scheme, Gptq):
-        plain = not scheme.sorts and scheme.bits in (4, 8)
-        return Kind(bits=scheme.bits, group=scheme.group, zeros=not scheme.symmetric) if plain else None
-    return _of_compressed(scheme) if isinstance(scheme, Compressed) and "order" not in parts else None
+        ordered = scheme.sorts and bool(scheme.group)
+        kind = Kind(bits=scheme.bits, group=scheme.group, zeros=not scheme.symmetric, ordered=ordered)
+        return kind if scheme.bits in (4, 8) else None
+    if not isinstance(scheme, Compressed):
+        return None
+    kind = _of_compressed(scheme)
+    return replace(kind, ordered="order" in parts and bool(kind.group))
 
 
-def _of_compressed(scheme: Compressed) -> Kind | None:
+def _of_compressed(scheme: Compressed) -> Kind:
     group = scheme.columns if scheme.strategy in ("group", "block") else 0
     rows = scheme.rows if scheme.strategy == "block" else 1
     if scheme.codes == "fp8":

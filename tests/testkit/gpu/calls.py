@@ -88,6 +88,12 @@ def tiled(op: str, tiles: dict[str, int], call: Callable[[], object]) -> None:
         call()
 
 
+def rounded_rows(dtype: str, rows: int, *, scale_rows: int = 128, **options: Any) -> None:
+    """fused_moe of FP8 weights, whose rows are rounded as well."""
+    call = partial(experts, dtype, rows, kind={**FP8, "scale_rows": scale_rows}, **options)
+    tiled("rounded_rows", {"FROM_ROWS": 1}, call)
+
+
 def packed(experts: int, outputs: int, inputs: int, **kind: Any) -> QuantisedWeight:
     return QuantisedWeight.empty((experts, outputs, inputs), device=empty(0).device, **kind)
 
@@ -374,6 +380,12 @@ MORE: Calls = {
     "dequantize-fp16-fp8": partial(unpacked, "fp16", **FP8),
     **_experts("bf16", 1, 16, 512, name="-mxfp4", kind=MXFP4, shape=GPT_OSS, bias=True, activation="swiglu_oai"),
     **_experts("bf16", 1, 16, 512, name="-fp8", kind=FP8),
+    "experts-bf16-4096-rounded": partial(rounded_rows, "bf16", 4096),
+    "experts-bf16-512-rounded": partial(rounded_rows, "bf16", 512, local=True),
+    "experts-bf16-4096-rounded-wide": partial(rounded_rows, "bf16", 4096, shape=WIDE),
+    "experts-fp16-4096-rounded-gpt-oss": partial(
+        rounded_rows, "fp16", 4096, shape=GPT_OSS, scale_rows=64, bias=True, activation="swiglu_oai", weights_on="input"
+    ),
     **_experts("bf16", 1, 16, name="-int4-zeros", kind={"bits": 4, "group": 128, "zeros": True}),
     **_experts("fp16", 1, 16, name="-int4-g32", kind={"bits": 4, "group": 32}),
     **{

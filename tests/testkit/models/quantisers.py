@@ -52,11 +52,11 @@ def packed(codes: Tensor, bits: int) -> Tensor:
     return torch.tensor(signed, dtype=torch.int32).reshape(*codes.shape[:-1], -1)
 
 
-def group_order(columns: int, group: int, *, shuffled: bool = False) -> Tensor:
+def group_order(columns: int, group: int, *, shuffled: bool = False, seed: int = 0) -> Tensor:
     order_K = torch.arange(columns) // group
     if not shuffled:
         return order_K
-    return order_K[torch.randperm(columns, generator=torch.Generator().manual_seed(columns))]
+    return order_K[torch.randperm(columns, generator=torch.Generator().manual_seed(columns + seed))]
 
 
 @dataclass(frozen=True)
@@ -161,15 +161,16 @@ def compressed(
 
 
 def gptq(
-    bits: int, group: int, *, symmetric: bool = True, sorts: bool = False, v2: bool = False, order: bool = True
-) -> Encoder:
-    """``group`` -1: all columns. ``order``: whether ``g_idx`` is there."""
+    bits: int, group: int, *, symmetric: bool = True, sorts: bool = False, v2: bool = False, order: bool = True,
+    seed: int = 0,
+) -> Encoder:  # fmt: skip
+    """``group`` -1: all columns. ``order``: whether ``g_idx`` is there. ``seed``: of an order that ``sorts``."""
 
     def encode(w_NK: Tensor) -> Encoded | None:
         rows, columns = w_NK.shape
         if rows % (32 // bits) or columns % (32 // bits):
             return None
-        order_K = group_order(columns, columns if group == -1 else group, shuffled=sorts)
+        order_K = group_order(columns, columns if group == -1 else group, shuffled=sorts, seed=seed)
         found = affine(w_NK, bits, order_K, symmetric=symmetric, dtype=torch.float16)
         zeros = packed(found.zeros_NG.t(), bits)
         if not v2:  # as GPTQModel does: 1 less in each place of a word, of which that of a 0 borrows

@@ -23,7 +23,7 @@ from moe_kernels.tiles import Entry, load
 TINY = Work(shape=find("tiny"), dtype="fp32", device="cpu")
 
 
-@pytest.mark.parametrize("op", [op for op in tune.OPS if op != "fused_moe"])
+@pytest.mark.parametrize("op", [op for op in tune.OPS if op not in tune.DECIDED])
 @pytest.mark.parametrize("name", ["mixtral", "qwen3-30b", "scattermoe"])
 @pytest.mark.parametrize("dtype", ["bf16", "int8", "int4"])
 def test_candidates_name_the_ops_arguments_and_fit_shared_memory(op: str, name: str, dtype: str) -> None:
@@ -65,6 +65,7 @@ def test_regimes_worth_measuring() -> None:
         ["small", "large"],
         ["large"],
     ]
+    assert [candidates.regimes(qwen, rows, "fp8")[-1] for rows in (64, 128, 2048)] == ["large", "rounded", "rounded"]
     assert rows_of_expert(qwen, 128) == 8
 
 
@@ -117,6 +118,21 @@ def test_the_regime_is_the_one_that_was_fastest() -> None:
     large = {"small.down": 3.0, "large.down": 2.0, "combine": 0.1}
     assert tune._regime(shape, large) == ({"GEMV_ROWS": 0, "SMALL_ROWS": 0}, 2.0)
     assert tune._regime(shape, {"combine": 1.0})[1] == float("inf")
+
+
+def test_rows_are_rounded_where_that_was_fastest() -> None:
+    shape, others = find("qwen3-30b"), {"large.in": 4.0, "large.down": 3.0, "combine": 1.0}
+    assert tune._decide("rounded_rows", shape, {**others, "rounded.down": 2.0}) == ({"FROM_ROWS": 1}, 2.0)
+    assert tune._decide("rounded_rows", shape, {**others, "rounded.in": 5.0}) == ({"FROM_ROWS": 0}, 3.0)
+    assert tune._decide("fused_moe", shape, {**others, "rounded.in": 2.0})[1] == 3.0
+    assert tune._decide("rounded_rows", shape, {"rounded.in": 2.0})[1] == float("inf"), (
+        "there is nothing to compare it with"
+    )
+    assert candidates.forced("rounded.in") == {"rounded_rows": {"FROM_ROWS": 1}}
+    assert candidates.forced("small.in") == {
+        "fused_moe": candidates.PRESETS["small"],
+        "rounded_rows": {"FROM_ROWS": 0},
+    }
 
 
 def test_the_command_fills_a_table_and_resumes(

@@ -15,7 +15,7 @@ from testkit.fabric.peer_weights import digests_of
 from testkit.fabric.tcp import CALM, SECRET, Serve, hello, lanes_of, seat_of, serve, table_of
 from testkit.models.checkpoints import save_checkpoint
 from testkit.models.quantised_checkpoints import quantise
-from testkit.models.quantisers import FORMATS
+from testkit.models.quantisers import FORMATS, Format, gptq
 from testkit.waiting import until
 
 from moe_kernels import QuantisedWeight
@@ -53,7 +53,7 @@ class Model:
         return with_weights(load_spec(self.folder), self.folder, self.expert_format)
 
 
-@pytest.fixture(scope="module", params=["float32", "dequantised", "stored int8", "rounded to int8"])
+@pytest.fixture(scope="module", params=["float32", "dequantised", "stored int8", "act-order", "rounded to int8"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
     """What is sent, and what digests are of, are the weights as they are held."""
     plain = save_checkpoint(tmp_path_factory.mktemp("model"), "qwen3_moe")
@@ -61,6 +61,10 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         return Model(plain)
     if request.param == "rounded to int8":
         return Model(plain, "int8", " --expert-format int8")
+    if request.param == "act-order":
+        config = {**FORMATS["gptq-int4"].config, "group_size": 32, "desc_act": True}
+        ordered = Format(encode=gptq(4, 32, sorts=True), config=config)
+        return Model(quantise(plain, tmp_path_factory.mktemp("ordered"), ordered).folder)
     form, held = ("gptq-int8-row", "int8") if request.param == "stored int8" else ("gptq-int4-act-order", "dense")
     folder = quantise(plain, tmp_path_factory.mktemp("quantised"), FORMATS[form]).folder
     return Model(folder, option=f" --expert-format {held}")

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,15 +18,18 @@ from testkit.models.quantisers import FORMATS, Format, awq, compressed, gptq
 from testkit.models.quantisers import int_config as ct
 
 from moe_kernels import QuantisedWeight, dequantize_experts
-from services.config import ExpertFormat
+from services.attention.lockstep_engine import LockstepRank
+from services.config import ExpertFormat, Settings
 from services.errors import CheckpointError, ConfigError
 from services.model.checkpoint import Checkpoint
 from services.model.digests import digests_file, read_digests, write_digests
-from services.model.expert_format import KINDS
+from services.model.expert_format import ALL_DENSE, KINDS, Kind, held
 from services.model.experts import ExpertShard, ExpertWeights, sliced
-from services.model.held_experts import expert_bytes
+from services.model.held_experts import check_slices, expert_bytes
+from services.model.host_memory import spare
 from services.model.load_spec import load_spec
 from services.model.names import TensorNames
+from services.model.quantised_experts import empty_weight
 from services.model.reference import ROUNDED, ReferenceModel
 from services.model.spec import ModelSpec
 from services.model.weight_source import RandomWeights
@@ -231,6 +235,82 @@ def test_a_cut_inside_of_a_group_is_refused(plain: Path) -> None:
     whole = loaded(plain, served(plain, "int4"))[0]
     with pytest.raises(ConfigError, match="Experts of width 256 that are held quantised cannot be split into 4 slices"):
         sliced(whole, 1, 4)
+
+
+@pytest.mark.parametrize("expert_format", [*FORMS, "dense"])
+@pytest.mark.parametrize("width", [256, 384, 768])
+def test_slices_are_refused_before_anything_is_loaded(tmp_path: Path, expert_format: ExpertFormat, width: int) -> None:
+    """Those that could not be cut, and no others."""
+    folder = save_checkpoint(tmp_path, "qwen3_moe", **WIDE | {"moe_intermediate_size": width, "num_experts": 2})
+    spec = served(folder, expert_format)
+    whole = loaded(folder, spec)[0]
+    for count in (1, 2, 3, 4, 5, 6, 8, 16, 24):
+        refusals = [_refusal(sliced, whole, 0, count), _refusal(check_slices, spec, count)]
+        assert refusals in ([False, False], [True, True]), count
+
+
+def test_slices_of_rows_that_share_a_scale(plain: Path) -> None:
+    """Where that is more of them than columns of a group."""
+    kind = Kind(bits=8, group=32, codes="e4m3", scale_rows=64, scale_type="float32")
+    whole = ExpertWeights(
+        expert_ids=(0,),
+        w_gate_up_E2FD=empty_weight(kind, (1, 512, 128), CPU),
+        w_down_EDF=empty_weight(kind, (1, 128, 256), CPU),
+    )
+    spec = dataclasses.replace(served(plain, "dense"), experts=held({0: kind}))
+    for count, refused in ((4, False), (8, True)):
+        assert _refusal(sliced, whole, 0, count) == _refusal(check_slices, spec, count) == refused
+
+
+def _refusal(check: Callable[..., object], *arguments: object) -> bool:
+    try:
+        check(*arguments)
+    except ConfigError:
+        return True
+    return False
+
+
+def test_a_rank_is_refused_its_slices_before_it_loads(plain: Path) -> None:
+    settings = Settings(model=plain, layout="lockstep", workers=4, expert_slices=4)
+    with pytest.raises(
+        ConfigError, match="held in int4-g128 cannot be split into 4 slices: expected a multiple of 128"
+    ):
+        LockstepRank(settings, served(plain, "int4"), dtype=torch.float32, device=CPU, step_tokens=8)
+
+
+@pytest.mark.parametrize("form", ["fp8-blocks", "gptq-int4-g64-asym", "ct-fp8-channel", "mxfp4"])
+def test_random_weights_take_the_form_that_config_json_says(plain: Path, tmp_path: Path, form: str) -> None:
+    """A folder without weights: each expert is rounded to it."""
+    folder = quantise(plain, tmp_path, STORED[form][0]).folder
+    (folder / WEIGHTS).unlink()
+    spec = RandomWeights().spec(folder, "auto")
+    assert spec.experts.label == STORED[form][1]
+    held = load_experts(folder, spec, dtype=torch.float32, device=CPU, source=RandomWeights())[0]
+    assert isinstance(held.w_down_EDF, QuantisedWeight)
+    dense = load_experts(
+        folder, dataclasses.replace(spec, experts=ALL_DENSE), dtype=torch.float32, device=CPU, source=RandomWeights()
+    )[0].w_down_EDF
+    assert isinstance(dense, torch.Tensor)
+    off = float((values(held.w_down_EDF) - dense).norm() / dense.norm())
+    assert 0.001 < off < 0.2
+
+
+def test_random_weights_in_an_order_of_columns(plain: Path, tmp_path: Path) -> None:
+    """Whose copies of rows a bench would measure."""
+    config = {**FORMATS["gptq-int4"].config, "group_size": 32, "desc_act": True}
+    folder = quantise(plain, tmp_path, Format(encode=gptq(4, 32, sorts=True), config=config)).folder
+    spec = RandomWeights().spec(folder, "auto")
+    held = load_experts(folder, spec, dtype=torch.float32, device=CPU, source=RandomWeights())[0].w_gate_up_E2FD
+    assert isinstance(held, QuantisedWeight)
+    assert held.order is not None
+    assert held.order.tolist() == [list(range(128))] * 4
+
+
+def test_a_shard_leaves_the_host_some_memory(plain: Path) -> None:
+    held = sliced(loaded(plain, served(plain, "int8"))[0], 1, 2)
+    ExpertShard({0: held}, num_experts=4)
+    assert isinstance(held.w_down_EDF, QuantisedWeight)
+    assert held.w_down_EDF.forms.spare is spare
 
 
 def test_widths_that_the_format_cannot_hold_are_refused_by_name(tmp_path: Path) -> None:

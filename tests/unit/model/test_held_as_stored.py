@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from testkit.models.checkpoints import save_checkpoint
 from testkit.models.quantised_checkpoints import WEIGHTS, change, quantise
-from testkit.models.quantisers import FORMATS, Format, compressed, gptq, int_config
+from testkit.models.quantisers import FORMATS, Format, compressed, int_config
 
 from moe_kernels import QuantisedWeight, dequantize_experts
 from moe_kernels.quant.cached import expert_product
@@ -111,9 +111,14 @@ def test_a_file_that_is_replaced_while_it_is_read_is_noticed(
 
 @pytest.mark.parametrize(
     ("actorder", "sorts", "label"),
-    [("group", True, ""), ("dynamic", True, ""), (True, True, ""), ("weight", False, "int4-g128")],
+    [
+        ("group", True, "int4-g128-order"),
+        ("dynamic", True, "int4-g128-order"),
+        (True, True, "int4-g128-order"),
+        ("weight", False, "int4-g128"),
+    ],
 )
-def test_config_json_alone_says_whether_columns_are_sorted(
+def test_config_json_says_whether_columns_are_sorted(
     plain: Path, tmp_path: Path, actorder: str | bool, sorts: bool, label: str
 ) -> None:
     """So that a plan, which has no files, counts what a server holds. "weight" sorts nothing that is stored."""
@@ -173,17 +178,6 @@ class Seen:
 
     def advance(self, nbytes: int) -> None:
         self.bytes += nbytes
-
-
-def test_an_order_that_config_json_does_not_promise_is_told_with_what_serves_it(plain: Path, tmp_path: Path) -> None:
-    config = FORMATS["gptq-int4"].config | {"group_size": 128}
-    folder = quantise(plain, tmp_path, Format(encode=gptq(4, 128, sorts=True), config=config)).folder
-    for form in ("auto", "int4"):
-        with pytest.raises(CheckpointError, match="columns in groups of 128") as refused:
-            loaded(folder, form)
-        assert "Serve it with --expert-format dense, int8, int4-channel, fp8 or mxfp4." in str(refused.value)
-    assert isinstance(loaded(folder, "int8")[0].w_down_EDF, QuantisedWeight)
-    assert isinstance(loaded(folder, "dense")[0].w_down_EDF, torch.Tensor)
 
 
 def test_the_log_names_what_keeps_a_layer_dense(plain: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -44,6 +44,7 @@ def _preflight(folder: Path, gpus: Gpus = NONE, **values: Any) -> Preview:
         ({"device": "cuda:0"}, "--device cuda:0 cannot be used"),
         ({"layout": "disaggregated", "expert_groups": 4096}, "cannot be split into 4096 shard groups"),
         ({"layout": "colocated", "workers": 4096}, "cannot be split into 4096 shard groups"),
+        ({"layout": "lockstep", "workers": 5, "expert_slices": 5}, "cannot be split into 5 slices"),
     ],
 )
 def test_what_the_roles_would_refuse_is_refused_at_once(folder: Path, values: dict[str, Any], says: str) -> None:
@@ -112,7 +113,7 @@ def test_what_a_cpu_keeps_beside_quantised_experts_is_said(folder: Path) -> None
     assert f"of weights, up to {kept} more once all experts were used)" in first
     assert second == (
         "experts held in int8-channel: on a CPU what their products take is made as they are used, and kept, which "
-        f"takes up to {kept} more"
+        f"takes up to {kept} more, if that leaves a twentieth of the machine's memory"
     )
     assert (dense.kept_bytes, len(dense.lines())) == (0, len(held.lines()) - 1)
     assert _preflight(folder, TWO, expert_format="int8").kept_bytes == 0
