@@ -18,6 +18,7 @@ OLDEST_WIRE = 1
 """The oldest version that this release reads, and writes for readers that know no other."""
 NO_PROMPT = "The prompt is empty."
 """The text with which a worker refuses a request without a prompt. One of version 1 finds no prompt in a named one."""
+_DENSE = "dense"
 
 T = TypeVar("T")
 
@@ -30,27 +31,29 @@ def read(decoder: msgspec.msgpack.Decoder[T], what: str, data: bytes) -> T:
         raise UnreadableMessage(f"{what} of {len(data)} bytes cannot be read: {error}.") from error
 
 
-def with_label(weights: str, label: str) -> str:
-    """Return the hash of a model's weights with how its experts are held, as workers know of one another. Dense ones,
-    as all were in the release before, have no label.
+def with_label(weights: str, experts: str, linears: str = "") -> str:
+    """Return the hash of a model's weights with how experts and other linear layers are held, as workers know of one
+    another. Dense ones, as all were in the release before, have no label.
 
-    >>> with_label("9f", "int4-g128"), with_label("9f", "")
-    ('9f+int4-g128', '9f')
+    >>> with_label("9f", "int4-g128"), with_label("9f", ""), with_label("9f", "", "fp8-128x128")
+    ('9f+int4-g128', '9f', '9f+dense+fp8-128x128')
     """
+    label = f"{experts or _DENSE}+{linears}" if linears else experts
     return f"{weights}+{label}" if label else weights
 
 
 def format_of(weights: str) -> str:
-    """Return how experts are held, out of what :func:`with_label` returned.
+    """Return how weights are held, out of what :func:`with_label` returned, for messages.
 
-    >>> format_of("9f+int4-g128"), format_of("9f")
-    ('int4-g128', 'dense')
+    >>> format_of("9f+int4-g128"), format_of("9f"), format_of("9f+dense+fp8-128x128")
+    ('int4-g128', 'dense', 'dense and other linear layers in fp8-128x128')
     """
-    return weights.partition("+")[2] or "dense"
+    experts, _, linears = (weights.partition("+")[2] or _DENSE).partition("+")
+    return f"{experts} and other linear layers in {linears}" if linears else experts
 
 
 def differ_in_format(one: str, other: str) -> bool:
-    """Return whether two workers hold experts in different ways, whose weights are else the same, or are not known.
+    """Return whether two workers hold weights in different ways, which are else the same, or are not known.
 
     >>> differ_in_format("9f+int8-channel", "9f"), differ_in_format("9f+int8-channel", ""), differ_in_format("9f", "8e")
     (True, True, False)

@@ -11,6 +11,7 @@ from moe_kernels.combine.op import combine
 from moe_kernels.counts.op import count_pairs
 from moe_kernels.experts.op import WeightsOn, fused_moe, grouped_mlp
 from moe_kernels.experts.ordered import fold_order
+from moe_kernels.linear.op import quantised_linear
 from moe_kernels.plan.op import plan
 from moe_kernels.plan.types import FirstCome, Plan
 from moe_kernels.quant.op import QuantisationError, dequantize_experts, quantisation_error, quantize_experts
@@ -47,6 +48,7 @@ __all__ = [
     "parallel_linear",
     "plan",
     "quantisation_error",
+    "quantised_linear",
     "quantize_experts",
     "route",
     "scales_as",

@@ -36,7 +36,7 @@ from perf.server.load_speed import write_checkpoint  # noqa: E402
 from perf.server.offline import olmoe  # noqa: E402
 from services.attention.setup.build import Built, build  # noqa: E402
 from services.attention.sleep import EngineSleep  # noqa: E402
-from services.config import ExpertFormat, Settings  # noqa: E402
+from services.config import DenseFormat, ExpertFormat, Settings  # noqa: E402
 from services.model.sleep import RememberedWeights  # noqa: E402
 from services.model.spec import ModelSpec  # noqa: E402
 from services.model.weight_source import FromCheckpoint, Tensors, WeightSource  # noqa: E402
@@ -51,8 +51,8 @@ class Written:
 
     written: ModelSpec
 
-    def spec(self, folder: Path, expert_format: ExpertFormat) -> ModelSpec:
-        del folder, expert_format
+    def spec(self, folder: Path, expert_format: ExpertFormat, dense_format: DenseFormat = "dense") -> ModelSpec:
+        del folder, expert_format, dense_format
         return self.written
 
     def open(self, folder: Path, spec: ModelSpec, device: torch.device) -> AbstractContextManager[Tensors]:

@@ -9,7 +9,7 @@ from services.config.load import Layered, layer, load_layered, load_settings, ne
 from services.config.options import OptionParser, concerned
 from services.config.renamed import RENAMED
 from services.config.rules import check_bounds, colocated, require
-from services.config.sections import ExpertFormat, NetworkSettings, QueueSettings, TracingSettings
+from services.config.sections import DenseFormat, ExpertFormat, NetworkSettings, QueueSettings, TracingSettings
 from services.config.settings import ENV_PREFIX, TOPICS, Settings, is_hidden, mask_url, roles_of
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "SCHEDULER",
     "TOPICS",
     "WORKERS",
+    "DenseFormat",
     "ExpertFormat",
     "Layered",
     "NetworkSettings",

@@ -283,6 +283,15 @@ def _invariant_products_are_dense(settings: Settings, role: Role | None) -> None
         )
 
 
+def _invariant_linears_are_dense(settings: Settings, role: Role | None) -> None:
+    if settings.batch_invariant and settings.dense_format == "stored" and role in (None, *COMPUTING):
+        raise ConfigError(
+            "--batch-invariant cannot be combined with --dense-format stored: products that treat each row by itself "
+            "take no integers.",
+            hint="Choose --dense-format dense, or leave --batch-invariant out.",
+        )
+
+
 def _ranks_do_not_sleep(settings: Settings, role: Role | None) -> None:
     if settings.enable_sleep_mode and settings.layout == "lockstep" and role in (None, ATTENTION):
         raise ConfigError(
@@ -314,6 +323,7 @@ RULES: tuple[Rule, ...] = (
     _slices_divide_the_ranks,
     _ranks_share_sums,
     _invariant_products_are_dense,
+    _invariant_linears_are_dense,
     _ranks_do_not_sleep,
     _rows_have_a_secret,
     _names_are_proven,

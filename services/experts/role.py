@@ -79,7 +79,8 @@ class ExpertsRole:
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
         self._settings = settings
-        self._spec = with_weights(load_spec(settings.model), settings.model, settings.held_experts)
+        formats = settings.held_experts, settings.dense_format
+        self._spec = with_weights(load_spec(settings.model), settings.model, *formats)
         if not self._spec.moe_layers:
             raise ConfigError(f"The model in {settings.model} has no experts.", hint="Serve it without expert workers.")
         self._metrics, self._colocated, self._tracer = ExpertMetrics(registry), colocated, tracer

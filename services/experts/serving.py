@@ -270,7 +270,8 @@ class Loader:
 
     def _read(self, group: ShardGroup, stopped: threading.Event) -> dict[int, ExpertWeights]:
         if self._reads_again:  # a sleep lets a long time pass, in which somebody may have put others there
-            now = with_weights(load_spec(self._model), self._model, self._settings.held_experts)
+            formats = self._settings.held_experts, self._settings.dense_format
+            now = with_weights(load_spec(self._model), self._model, *formats)
             check_same(self._spec, now, self._model)
         with loading_progress(log) as progress:
             return load_experts(

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from typing import Literal
+from typing import Literal, TypeVar
 
 from services.config import ExpertFormat
 
@@ -25,6 +25,7 @@ ScaleType = Literal["float16", "bfloat16", "float32", "uint8"]
 _SCALE_BYTES: Mapping[ScaleType, int] = {"float16": 2, "bfloat16": 2, "float32": 4, "uint8": 1}
 _ORDER_BYTES = 4
 _ROUNDED_SCALES: Mapping[str, ScaleType] = {"int": "float16", "e4m3": "float32", "e2m1": "uint8"}
+Key = TypeVar("Key", int, str)
 _NAMES = {"int": "int", "e4m3": "fp", "e2m1": "mxfp"}
 
 
@@ -119,9 +120,15 @@ ALL_DENSE = HeldExperts()
 
 def held(kinds: Mapping[int, Kind | None]) -> HeldExperts:
     """Return how experts are held, from the kind of each layer that has some."""
-    found = tuple((layer, kind) for layer, kind in sorted(kinds.items()) if kind is not None)
+    found, label = label_of(kinds)
+    return HeldExperts(found, label)
+
+
+def label_of(kinds: Mapping[Key, Kind | None]) -> tuple[tuple[tuple[Key, Kind], ...], str]:
+    """Return those that are not dense, sorted, and a name of all of it: "" if all are dense."""
+    found = tuple((key, kind) for key, kind in sorted(kinds.items()) if kind is not None)
     names = sorted({str(kind or DENSE) for kind in kinds.values()})
     if not found or len(names) == 1:
-        return HeldExperts(found, names[0] if found else "")
-    digest = blake2b(repr([(layer, str(kind)) for layer, kind in found]).encode(), digest_size=4).hexdigest()
-    return HeldExperts(found, f"{'.'.join(names)}-{digest}")
+        return found, names[0] if found else ""
+    digest = blake2b(repr([(key, str(kind)) for key, kind in found]).encode(), digest_size=4).hexdigest()
+    return found, f"{'.'.join(names)}-{digest}"

@@ -51,7 +51,8 @@ def _fingerprint(spec: ModelSpec, model_dir: Path) -> str:
     except OSError as error:
         raise unreadable(model_dir, error) from error
     fields = dataclasses.asdict(spec)
-    del fields["weights"], fields["experts"]  # which the release before has not, and both have to find one fingerprint
+    for name in ("weights", "experts", "linears"):
+        del fields[name]  # which the release before has not, and both have to find one fingerprint
     if spec.quantisation is None:
         del fields["quantisation"]  # nor this one
     content = json.dumps([fields, weights], sort_keys=True)

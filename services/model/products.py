@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moe_kernels import Weight, fused_moe
+from moe_kernels import Weight, fused_moe, quantised_linear
 from moe_kernels.invariant import op as invariant
 from moe_kernels.invariant.reference import in_whole_vectors
 
@@ -26,8 +26,8 @@ class Products(Protocol):
     def invariant(self) -> bool:
         """Whether attention, too, must compute a row the same way whatever else is in the step."""
 
-    def linear(self, x_TI: Tensor, w_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-        """Return x w^T + bias, in x's dtype."""
+    def linear(self, x_TI: Tensor, w_OI: Weight, bias_O: Tensor | None = None) -> Tensor:
+        """Return x w^T + bias, in x's dtype. A weight that is quantised is one of a single expert."""
 
     def scores(self, x_TD: Tensor, w_ED: Tensor) -> Tensor:
         """Return x w^T in float32. ``w_ED`` is float32, or on a GPU of x's dtype."""
@@ -52,8 +52,8 @@ class FastestProducts:
 
     invariant = False
 
-    def linear(self, x_TI: Tensor, w_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-        return F.linear(x_TI, w_OI, bias_O)
+    def linear(self, x_TI: Tensor, w_OI: Weight, bias_O: Tensor | None = None) -> Tensor:
+        return F.linear(x_TI, w_OI, bias_O) if isinstance(w_OI, Tensor) else quantised_linear(x_TI, w_OI, bias_O)
 
     def scores(self, x_TD: Tensor, w_ED: Tensor) -> Tensor:
         if w_ED.dtype == torch.float32:
@@ -80,7 +80,8 @@ class InvariantProducts:
 
     invariant = True
 
-    def linear(self, x_TI: Tensor, w_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    def linear(self, x_TI: Tensor, w_OI: Weight, bias_O: Tensor | None = None) -> Tensor:
+        assert isinstance(w_OI, Tensor), "rules of the settings refuse it"
         return invariant.linear(x_TI, w_OI, bias_O)
 
     def scores(self, x_TD: Tensor, w_ED: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from moe_kernels import QuantisedWeight
-from services.config import ExpertFormat
+from services.config import DenseFormat, ExpertFormat
 from services.errors import CheckpointError
 from services.model.expert_format import Kind
 from services.model.host_memory import give_back, release_pinned
@@ -157,10 +157,11 @@ class RememberedWeights:
     def __init__(self, source: WeightSource) -> None:
         self._source = source
         self._filled: list[tuple[Path, ModelSpec, torch.device, list[Place], list[_Made]]] = []
-        self._specs: dict[tuple[Path, ExpertFormat], ModelSpec] = {}
+        self._specs: dict[tuple[Path, ExpertFormat, DenseFormat], ModelSpec] = {}
 
-    def spec(self, folder: Path, expert_format: ExpertFormat) -> ModelSpec:
-        found = self._specs[folder, expert_format] = self._source.spec(folder, expert_format)
+    def spec(self, folder: Path, expert_format: ExpertFormat, dense_format: DenseFormat = "dense") -> ModelSpec:
+        found = self._source.spec(folder, expert_format, dense_format)
+        self._specs[folder, expert_format, dense_format] = found
         return found
 
     @contextmanager
@@ -183,8 +184,8 @@ class RememberedWeights:
 
     def fill_again(self, advance: Callable[[int], None] = lambda _: None) -> None:
         """Read all of it again. Raises CheckpointError, also where a folder has other weights than before."""
-        for (folder, expert_format), before in self._specs.items():
-            check_same(before, self._source.spec(folder, expert_format), folder)
+        for (folder, experts, linears), before in self._specs.items():
+            check_same(before, self._source.spec(folder, experts, linears), folder)
         for folder, spec, device, places, made in self._filled:
             with self._source.open(folder, spec, device) as tensors:
                 tensors.fill(places, device, advance)

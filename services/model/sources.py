@@ -85,7 +85,7 @@ def _holdable(name: str, kind: Kind | None) -> Kind | None:
 
 def promised_kinds(spec: ModelSpec) -> Callable[[str], Kind | None]:
     """Return :func:`kind_of` for names alone, as config.json says that weights are stored, and with scales of 16 bits.
-    No file is looked at."""
+    No file is looked at; an output head of which config.json says nothing else is taken to be left as it is."""
     quantisation = spec.quantisation
     if quantisation is None:
         return lambda _: None
@@ -93,7 +93,7 @@ def promised_kinds(spec: ModelSpec) -> Callable[[str], Kind | None]:
 
     def promised(name: str) -> Kind | None:
         module, shape = name.removesuffix(_WEIGHT), shapes[name]
-        said, scheme = choice.of(aliases(module, spec.family), free=False)
+        said, scheme = choice.of(aliases(module, spec.family), free=name == LM_HEAD and not quantisation.heads)
         if said != "quantised" or scheme.problem(shape):
             return None
         layout = scheme.layouts(module, shape)[0].items()

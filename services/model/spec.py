@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from services.model.dense_format import NO_LINEARS, HeldLinears
 from services.model.expert_format import ALL_DENSE, HeldExperts
 from services.model.quantised.quantisation import Quantisation
 
@@ -63,8 +64,9 @@ class ModelSpec:
     releases would refuse one another. ``weights`` is a hash of some of the weights, which differs for fine-tunes of
     equal names and sizes: :func:`services.model.weights_sample.with_weights` fills it in. Workers that agree in both
     may serve one request one after the other; ``""`` (unknown, as in the release before) agrees with all.
-    ``quantisation`` is how the weights lie on disk. ``experts`` says how experts are held in memory, which
-    ``with_weights`` decides, too, and adds to ``weights``; all other weights are in the serving dtype.
+    ``quantisation`` is how the weights lie on disk. ``experts`` and ``linears`` say how experts and other linear layers
+    are held in memory, which ``with_weights`` decides, too, and adds to ``weights``; all other weights are in the
+    serving dtype.
     """
 
     family: str
@@ -95,6 +97,7 @@ class ModelSpec:
     fingerprint: str = ""
     weights: str = ""
     experts: HeldExperts = ALL_DENSE
+    linears: HeldLinears = NO_LINEARS
 
     @property
     def num_layers(self) -> int:

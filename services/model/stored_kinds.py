@@ -23,8 +23,8 @@ _WORDS = {"I32": "i", "I64": "q"}
 
 
 class StoredKinds:
-    """Returns the form in which the weight of a name can be held as it is stored; None if there is none. Of weights
-    that are no expert's, none is in an order of its own.
+    """Returns the form in which the weight of a name can be held as it is stored; None if there is none, as for weights
+    in an order of their own that are no expert's.
 
     Raises (call):
         CheckpointError: a file cannot be read.
@@ -43,8 +43,11 @@ class StoredKinds:
     def __call__(self, name: str) -> Kind | None:
         kind = kind_of(name, self._entries, self._sources)
         layer, found, _ = name.partition(EXPERTS)
-        if kind is None or not found:
-            return kind
+        if kind is None:
+            return None
+        if not found:
+            zeros = kind.zeros or self._has_zeros(name)
+            return None if self._in_order_of_its_own(name, kind) else replace(kind, zeros=zeros)
         if layer not in self._zeros:
             self._zeros[layer] = any(map(self._has_zeros, self._samples.get(layer, [])))
         kind = replace(kind, zeros=kind.zeros or self._zeros[layer])
@@ -54,6 +57,9 @@ class StoredKinds:
             self._sorts[layer] = self._layer_sorts(self._samples.get(layer, []))
         sorts = self._sorts[layer]
         return None if sorts is None else replace(kind, ordered=sorts)
+
+    def _in_order_of_its_own(self, name: str, kind: Kind) -> bool:
+        return bool(kind.group) and "order" in self._sources[name].parts and self._groups(name) is not None
 
     def _has_zeros(self, name: str) -> bool:
         """Return whether a weight in GPTQ has zero points other than the middle."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from moe_kernels import QuantisedWeight
-from services.config import ExpertFormat
+from services.config import DenseFormat, ExpertFormat
 from services.model.checkpoint import Checkpoint
 from services.model.expert_format import Kind
 from services.model.held_experts import held_experts
@@ -67,8 +67,8 @@ class Tensors(Protocol):
 class WeightSource(Protocol):
     """Finds the weights of the model in a folder."""
 
-    def spec(self, folder: Path, expert_format: ExpertFormat) -> ModelSpec:
-        """Return the spec, with how experts are held.
+    def spec(self, folder: Path, expert_format: ExpertFormat, dense_format: DenseFormat = "dense") -> ModelSpec:
+        """Return the spec, with how experts and other linear layers are held.
 
         Raises:
             CheckpointError, UnsupportedModel: the model is not one that can be served.
@@ -83,8 +83,8 @@ class WeightSource(Protocol):
 class FromCheckpoint:
     """Reads what the folder has."""
 
-    def spec(self, folder: Path, expert_format: ExpertFormat) -> ModelSpec:
-        return with_weights(load_spec(folder), folder, expert_format)
+    def spec(self, folder: Path, expert_format: ExpertFormat, dense_format: DenseFormat = "dense") -> ModelSpec:
+        return with_weights(load_spec(folder), folder, expert_format, dense_format)
 
     @contextmanager
     def open(self, folder: Path, spec: ModelSpec, device: torch.device) -> Iterator[Tensors]:
@@ -141,7 +141,8 @@ class RandomWeights:
 
     seed: int = 0
 
-    def spec(self, folder: Path, expert_format: ExpertFormat) -> ModelSpec:
+    def spec(self, folder: Path, expert_format: ExpertFormat, dense_format: DenseFormat = "dense") -> ModelSpec:
+        del dense_format  # of what is stored quantised, which nothing here is
         spec = load_spec(folder)
         promised = promised_kinds(spec)
 

@@ -9,18 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from moe_kernels import QuantisedWeight
+from moe_kernels import QuantisedWeight, Weight
 from services.model.expert_format import Kind
 from services.model.experts import ExpertWeights
+from services.model.held_linears import Linear, head, network, output, qkv
 from services.model.host_memory import empty
-from services.model.names import EMBED, FINAL_NORM, LM_HEAD, FfnNames, TensorNames, dense_shapes
+from services.model.names import EMBED, FINAL_NORM, FfnNames, TensorNames, dense_shapes
 from services.model.progress import NoProgress, Progress
 from services.model.quantised_experts import QuantisedLoader, empty_weight
+from services.model.quantised_linears import Held, load_linears
 from services.model.spec import ModelSpec
 from services.model.tensor_reads import Place
 from services.model.weight_source import FromCheckpoint, Tensors, WeightSource
@@ -30,24 +33,25 @@ from services.model.weight_source import FromCheckpoint, Tensors, WeightSource
 class FfnWeights:
     """Weights of ``down(silu(gate x) * (up x))``, with the gate's rows above the up projection's."""
 
-    gate_up_2FD: Tensor
-    down_DF: Tensor
+    gate_up_2FD: Weight
+    down_DF: Weight
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerWeights:
     """The dense part of one layer. ``qkv`` holds the query heads, then the key heads, then the value heads.
 
-    ``ffn`` is the layer's only network or its shared expert. The router gives float32, for bfloat16 logits tie: its
-    weights are float32, or on a GPU of the serving dtype if they are stored in it.
+    A weight that is held quantised is one of a single expert. ``ffn`` is the layer's only network or its shared expert.
+    The router gives float32, for bfloat16 logits tie: its weights are float32, or on a GPU of the serving dtype if they
+    are stored in it.
     """
 
     attention_norm_D: Tensor
-    qkv_OD: Tensor
+    qkv_OD: Weight
     qkv_bias_O: Tensor | None
     q_norm: Tensor | None
     k_norm: Tensor | None
-    o_DO: Tensor
+    o_DO: Weight
     o_bias_D: Tensor | None
     ffn_norm_D: Tensor
     ffn: FfnWeights | None
@@ -62,7 +66,7 @@ class DenseWeights:
     embed_VD: Tensor
     layers: tuple[LayerWeights, ...]
     norm_D: Tensor
-    lm_head_VD: Tensor
+    lm_head_VD: Weight
 
 
 def load_dense(
@@ -74,20 +78,21 @@ def load_dense(
     progress: Progress | None = None,
     source: WeightSource | None = None,
 ) -> DenseWeights:
-    """Return the dense part, on ``device`` in ``dtype``. ``source``: by default the checkpoint.
+    """Return the dense part, on ``device``, held as ``spec.linears`` says: what is dense in ``dtype``. ``source``: by
+    default the checkpoint.
 
     Raises:
         CheckpointError: the checkpoint is incomplete, damaged or not that of ``spec``.
     """
     with (source or FromCheckpoint()).open(model_dir, spec, device) as tensors:
-        reader = _Reader(tensors, dtype, device, progress or NoProgress())
+        reader = _Reader(tensors, spec, dtype, device, progress or NoProgress())
         reader.progress.begin("dense weights", tensors.nbytes(dense_shapes(spec)))
         embed_VD = reader.tensor(EMBED)
         weights = DenseWeights(
             embed_VD=embed_VD,
             layers=tuple(_dense_layer(reader, spec, layer) for layer in range(spec.num_layers)),
             norm_D=reader.tensor(FINAL_NORM),
-            lm_head_VD=embed_VD if spec.tie_embeddings else reader.tensor(LM_HEAD),
+            lm_head_VD=embed_VD if spec.tie_embeddings else reader.linear(head(spec)),
         )
         reader.read()
         return weights
@@ -116,7 +121,7 @@ def load_experts(
     names = TensorNames(spec.family)
     ffns = {layer: [names.expert(layer, expert) for expert in ids] for layer, ids in wanted.items()}
     with (source or FromCheckpoint()).open(model_dir, spec, device) as tensors:
-        reader = _Reader(tensors, dtype, device, progress or NoProgress())
+        reader = _Reader(tensors, spec, dtype, device, progress or NoProgress())
         every_name = (name for layer in ffns.values() for ffn in layer for name in (ffn.gate, ffn.up, ffn.down))
         reader.progress.begin("expert weights", tensors.nbytes(every_name))
         experts_of = {
@@ -166,12 +171,16 @@ def _quantised_layers(
 class _Reader:
     """Makes tensors, notes what belongs into them, and reads all of it at the end; ``progress`` gets the bytes."""
 
-    def __init__(self, tensors: Tensors, dtype: torch.dtype, device: torch.device, progress: Progress) -> None:
+    def __init__(
+        self, tensors: Tensors, spec: ModelSpec, dtype: torch.dtype, device: torch.device, progress: Progress
+    ) -> None:
         self.progress = progress
+        self._kinds = dict(spec.linears.kinds)
         self._tensors = tensors
         self._dtype = dtype
         self._device = device
         self._places: list[Place] = []
+        self._held: list[Held] = []
 
     def empty(self, *shape: int) -> Tensor:
         return empty(shape, self._dtype, self._device)
@@ -193,6 +202,9 @@ class _Reader:
     def read(self) -> None:
         """Fill all tensors that were made."""
         self._tensors.fill(self._places, self._device, self.progress.advance)
+        if self._held:
+            write = partial(load_linears, self._held, self._dtype)
+            self._tensors.make([weight for _, weight in self._held], write, self.progress.advance)
 
     def stacked(self, names: Sequence[str], rows: Sequence[int], *columns: int) -> Tensor:
         """Read tensors of ``rows`` rows each into one, one below the other."""
@@ -201,10 +213,17 @@ class _Reader:
             self.into(part, name)
         return fused
 
-    def ffn(self, names: FfnNames, width: int, ffn: int) -> FfnWeights:
-        return FfnWeights(
-            gate_up_2FD=self.stacked((names.gate, names.up), (ffn, ffn), width), down_DF=self.tensor(names.down)
-        )
+    def linear(self, linear: Linear) -> Weight:
+        kind = self._kinds.get(linear.name)
+        if kind is None:
+            return self.stacked(linear.names, linear.rows, linear.columns)
+        weight = empty_weight(kind, (1, sum(linear.rows), linear.columns), self._device)
+        self._held.append((linear, weight))
+        return weight
+
+    def ffn(self, spec: ModelSpec, names: FfnNames, width: int) -> FfnWeights:
+        gate_up, down = network(spec, names, width)
+        return FfnWeights(gate_up_2FD=self.linear(gate_up), down_DF=self.linear(down))
 
 
 def _dense_layer(reader: _Reader, spec: ModelSpec, layer: int) -> LayerWeights:
@@ -219,17 +238,17 @@ def _dense_layer(reader: _Reader, spec: ModelSpec, layer: int) -> LayerWeights:
     shared = has_experts and spec.shared_ffn > 0
     ffn: FfnWeights | None = None
     if not has_experts:
-        ffn = reader.ffn(names.dense_ffn(layer), spec.hidden_size, spec.dense_ffn)
+        ffn = reader.ffn(spec, names.dense_ffn(layer), spec.dense_ffn)
     elif shared:
-        ffn = reader.ffn(names.shared_expert(layer), spec.hidden_size, spec.shared_ffn)
+        ffn = reader.ffn(spec, names.shared_expert(layer), spec.shared_ffn)
     biases = [name(f"self_attn.{part}.bias") for part in projections]
     return LayerWeights(
         attention_norm_D=reader.tensor(name("input_layernorm.weight")),
-        qkv_OD=reader.stacked([name(f"self_attn.{part}.weight") for part in projections], sizes, spec.hidden_size),
+        qkv_OD=reader.linear(qkv(spec, layer)),
         qkv_bias_O=reader.stacked(biases, sizes) if spec.qkv_bias else None,
         q_norm=reader.tensor(name("self_attn.q_norm.weight")) if spec.qk_norm != "none" else None,
         k_norm=reader.tensor(name("self_attn.k_norm.weight")) if spec.qk_norm != "none" else None,
-        o_DO=reader.tensor(name("self_attn.o_proj.weight")),
+        o_DO=reader.linear(output(spec, layer)),
         o_bias_D=reader.tensor(name("self_attn.o_proj.bias")) if spec.o_bias else None,
         ffn_norm_D=reader.tensor(name("post_attention_layernorm.weight")),
         ffn=ffn,

@@ -16,11 +16,12 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from services.config import ExpertFormat
+from services.config import DenseFormat, ExpertFormat
 from services.errors import CheckpointError
 from services.model.checkpoint import Checkpoint
 from services.model.header import DOWNLOAD_AGAIN, TensorEntry
 from services.model.held_experts import held_experts
+from services.model.held_linears import held_linears
 from services.model.load_spec import unreadable
 from services.model.names import dense_shapes, expert_shapes
 from services.model.spec import ModelSpec
@@ -33,8 +34,11 @@ _FILES_AT_ONCE = 16
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
-def with_weights(spec: ModelSpec, model_dir: Path, expert_format: ExpertFormat = "dense") -> ModelSpec:
-    """Return ``spec`` with the hash of a sample of the weights in ``model_dir``, and with how its experts are held.
+def with_weights(
+    spec: ModelSpec, model_dir: Path, expert_format: ExpertFormat = "dense", dense_format: DenseFormat = "dense"
+) -> ModelSpec:
+    """Return ``spec`` with the hash of a sample of the weights in ``model_dir``, and with how its experts and its other
+    linear layers are held.
 
     Raises:
         CheckpointError, UnsupportedModel: see :class:`services.model.checkpoint.Checkpoint`.
@@ -42,6 +46,7 @@ def with_weights(spec: ModelSpec, model_dir: Path, expert_format: ExpertFormat =
     """
     with Checkpoint(model_dir, spec) as checkpoint:
         experts = held_experts(spec, expert_format, checkpoint.kind, model_dir)
+        linears = held_linears(spec, dense_format, checkpoint.kind)
         names = _chosen([*dense_shapes(spec), *expert_shapes(spec)])
         entries = {(name, part): entry for name in names for part, entry in enumerate(checkpoint.entries(name))}
     by_file: dict[Path, list[TensorEntry]] = defaultdict(list)
@@ -57,7 +62,8 @@ def with_weights(spec: ModelSpec, model_dir: Path, expert_format: ExpertFormat =
     digest = hashlib.blake2b(digest_size=16)
     for (name, _part), entry in sorted(entries.items(), key=lambda item: item[0]):
         digest.update(f"{name} {entry.dtype} ".encode() + pieces[entry])
-    return dataclasses.replace(spec, weights=with_label(digest.hexdigest(), experts.label), experts=experts)
+    weights = with_label(digest.hexdigest(), experts.label, linears.label)
+    return dataclasses.replace(spec, weights=weights, experts=experts, linears=linears)
 
 
 def _chosen(names: Iterable[str]) -> list[str]:

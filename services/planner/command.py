@@ -6,7 +6,7 @@ import math
 import shlex
 from argparse import Namespace
 
-from services.config import Settings
+from services.config import ENV_PREFIX, Settings
 from services.model.hub import hub_name
 from services.model.spec import ModelSpec
 from services.planner.estimate import Row, in_one_node
@@ -36,6 +36,11 @@ def _everywhere(spec: ModelSpec, settings: Settings) -> dict[str, object]:
     return found | ({} if settings.expert_format == "auto" else {"expert_format": settings.expert_format})
 
 
+def _linears(settings: Settings) -> dict[str, object]:
+    """Return the setting that says how linear layers are held, which help and chart do not name."""
+    return {} if settings.dense_format == "dense" else {"dense_format": settings.dense_format}
+
+
 def _engine(row: Row) -> dict[str, object]:
     """Return the settings of attention workers that follow from memory and batch."""
     sequences = math.ceil(row.batch / row.attention)
@@ -57,7 +62,7 @@ def _serve(spec: ModelSpec, settings: Settings, given: Namespace, row: Row) -> l
         options |= {"expert_workers": mode.experts, "expert_groups": mode.experts}
     if layout == "colocated":
         options |= {"expert_groups": mode.degree}
-    options |= _engine(row) | _everywhere(spec, settings)
+    options |= _engine(row) | _everywhere(spec, settings) | _linears(settings)
     words = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     return ["expertmesh", "serve", str(settings.model), *words]
 
@@ -78,6 +83,10 @@ def _install(spec: ModelSpec, settings: Settings, given: Namespace, row: Row) ->
         values |= {"attention.rollingUpdate.maxSurge": 0, "attention.rollingUpdate.maxUnavailable": 1}
     values |= {f"attention.config.{name}": value for name, value in _engine(row).items()}
     values |= {f"config.{name}": value for name, value in _everywhere(spec, settings).items()}
+    for name, value in _linears(settings).items():
+        for role in ("attention", "experts"):
+            variable = {"name": f"{ENV_PREFIX}{name.upper()}", "value": value}
+            values |= {f"{role}.extraEnv[0].{key}": part for key, part in variable.items()}
     return [*_CHART, "--set", ",".join(f"{name}={value}" for name, value in values.items())]
 
 

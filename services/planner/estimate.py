@@ -1,6 +1,6 @@
 """What a decode step takes in each layout, and what the memory of GPUs holds, from a model's spec and what was asked.
 
-Weights, keys and values are taken to have 16 bits, but for experts that are held quantised.
+Weights, keys and values are taken to have 16 bits, but for experts and linear layers that are held quantised.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from services.model.held_experts import expert_bytes
+from services.model.held_linears import dense_bytes
 from services.model.names import EMBED, dense_shapes, expert_shapes
 from services.model.spec import ModelSpec
 from services.placement import Batch, DoesNotFit, Gpus, Kernels, Link, Mode, Shapes, choose_mode
@@ -93,7 +94,7 @@ def weights(spec: ModelSpec) -> tuple[int, int]:
 
 def held_bytes(spec: ModelSpec) -> tuple[int, int]:
     """Return the bytes of attention's weights and the like, and of experts', as they are held."""
-    return _WEIGHT_BYTES * weights(spec)[0], expert_bytes(spec, _WEIGHT_BYTES)
+    return dense_bytes(spec, _WEIGHT_BYTES), expert_bytes(spec, _WEIGHT_BYTES)
 
 
 def expert_times(kind: str) -> tuple[tuple[float, float], ...]:
@@ -167,6 +168,7 @@ def _mode(spec: ModelSpec, given: Namespace, tokens: int) -> Mode:
         experts_time=expert_times(usual_kind(spec)),
         dense_weights=(weights(spec)[0] - _looked_up(spec))
         // layers,  # with a share of head and layers without experts
+        dense_held=(dense_bytes(spec, _WEIGHT_BYTES) - _WEIGHT_BYTES * _looked_up(spec)) / layers,
     )
     kind = KINDS[given.gpu]
     gpus = Gpus(

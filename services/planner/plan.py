@@ -16,6 +16,7 @@ from rich.text import Text
 from services.config import OptionParser, Settings, layer, parse_options
 from services.errors import CheckpointError, ConfigError
 from services.model.held_experts import held_experts
+from services.model.held_linears import held_linears
 from services.model.hub import config_folder
 from services.model.load_spec import load_spec
 from services.model.sources import promised_kinds
@@ -74,7 +75,7 @@ def main(argv: Sequence[str]) -> int:
     """
     if any(word.split("=")[0] == "--trace" for word in argv):
         return plan_trace.main(argv)
-    options = parse_options(_parser(), argv, ["model", "revision", "expert_format"], positional=True)
+    options = parse_options(_parser(), argv, ["model", "revision", "expert_format", "dense_format"], positional=True)
     given, settings = Namespace(**options), _with_folder(layer(options).settings)
     _check(given)
     spec = _spec(settings)
@@ -156,7 +157,8 @@ def _spec(settings: Settings) -> ModelSpec:
     if not spec.moe_layers:
         raise ConfigError(f"{settings.model} has no experts.", hint="The planner is for Mixture-of-Experts models.")
     experts = held_experts(spec, settings.held_experts, promised_kinds(spec), folder)
-    return dataclasses.replace(spec, experts=experts)
+    linears = held_linears(spec, settings.dense_format, promised_kinds(spec))
+    return dataclasses.replace(spec, experts=experts, linears=linears)
 
 
 def _check(given: Namespace) -> None:
@@ -175,7 +177,9 @@ def _check(given: Namespace) -> None:
 
 
 def _held(spec: ModelSpec) -> str:
-    return f" with experts in {spec.experts.label}" if spec.experts.label else " in 16 bits"
+    named = {"experts": spec.experts.label, "linear layers": spec.linears.label}
+    parts = [f"{what} in {label}" for what, label in named.items() if label]
+    return f" with {' and '.join(parts)}" if parts else " in 16 bits"
 
 
 def _check_context(spec: ModelSpec, given: Namespace) -> None:
@@ -211,9 +215,7 @@ def _report(spec: ModelSpec, settings: Settings, given: Namespace, rows: Rows) -
     best = max(filter(None, rows.values()), key=lambda each: each.tokens_s)
     yield _title(spec, settings, given)
     if spec.quantisation is not None:
-        held, label = "are counted as they are held, in", spec.experts.label
-        counted_so = f"experts {held} {label}, other weights in 16 bits" if label else f"weights {held} 16 bits"
-        yield f"The checkpoint is quantised ({spec.quantisation.method}); {counted_so}."
+        yield f"The checkpoint is quantised ({spec.quantisation.method}); {_counted(spec)}."
     yield _table(given, rows, best)
     yield _recommended(given, rows, best)
     yield from _expert_times(spec)
@@ -226,6 +228,13 @@ def _report(spec: ModelSpec, settings: Settings, given: Namespace, rows: Rows) -
     if given.batches or given.block:
         yield _expertflow(spec, given)
     yield from _assumed(spec, given, best).lines()
+
+
+def _counted(spec: ModelSpec) -> str:
+    named = {"experts": spec.experts.label, "linear layers": spec.linears.label}
+    parts = [f"{what} are counted as they are held, in {label}" for what, label in named.items() if label]
+    rest = "other weights in 16 bits" if parts else "weights are counted as they are held, in 16 bits"
+    return ", ".join([*parts, rest])
 
 
 def _expert_times(spec: ModelSpec) -> Iterator[str]:
@@ -244,6 +253,7 @@ def _title(spec: ModelSpec, settings: Settings, given: Namespace) -> str:
     dtype = "bfloat16" if spec.dtype == "float32" else spec.dtype
     where = f"{given.gpus} x {given.gpu}" + (f" in {given.nodes} nodes" if given.nodes > 1 else "")
     held = f", experts in {spec.experts.label}" if spec.experts.label else ""
+    held += f", linear layers in {spec.linears.label}" if spec.linears.label else ""
     return (
         f"{settings.model} on {where}: {count / 1e9:.3g} billion parameters, {_gb(sum(held_bytes(spec)))} in {dtype}"
         f"{held}; "

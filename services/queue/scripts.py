@@ -179,7 +179,8 @@ def _typed(text: str) -> ExpertMeshError | None:
             return FingerprintMismatch(
                 f"Live members of this namespace hold experts in {format_of(served)}, and this worker in "
                 f"{format_of(mine)}.",
-                hint="Start all of them with the same --expert-format, or choose another --namespace.",
+                hint="Start all of them with the same --expert-format and --dense-format, or choose another "
+                "--namespace.",
             )
         other = "different weights of the same shape" if what == "weights" else "a different model"
         return FingerprintMismatch(

@@ -59,8 +59,8 @@ def digest(settings: Settings, unit: Unit, reserved: object = None) -> str:
 
 
 def model_digest(settings: Settings) -> str:
-    """Return a short name of the model and how its experts are held: processes of different ones refuse each other."""
-    return _hash([str(settings.model), settings.revision, settings.expert_format])
+    """Return a short name of the model and how its weights are held: processes of different ones refuse each other."""
+    return _hash([str(settings.model), settings.revision, settings.expert_format, settings.dense_format])
 
 
 def bundle_digest(reserved: object) -> str:

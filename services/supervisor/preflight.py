@@ -16,6 +16,7 @@ from services.attention.setup.capacity import USUAL_KV_GIB, Capacity, capacity
 from services.config import Settings
 from services.errors import ConfigError
 from services.model.held_experts import check_slices, expert_bytes, held_experts, kept_on_cpu
+from services.model.held_linears import dense_bytes, held_linears, linears_kept_on_cpu
 from services.model.load_spec import load_spec, tokenizer_file
 from services.model.names import dense_shapes, expert_shapes
 from services.model.spec import ModelSpec
@@ -31,15 +32,17 @@ EXPERT_WORKER_SPARE = 2 << 30
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Preview:
-    """What the server will use. Sizes in bytes; ``expert_format`` is empty where experts are dense, and ``kept_bytes``
-    what a CPU keeps at most beside others. ``kv_bytes`` and ``room`` are those of one attention worker, None where it
-    measures its GPU first; ``size`` is None where only the worker knows its GPU."""
+    """What the server will use. Sizes in bytes; ``expert_format`` and ``linear_format`` are empty where experts and
+    other linear layers are dense, and ``kept_bytes`` is what a CPU keeps at most beside others. ``kv_bytes`` and
+    ``room`` are those of one attention worker, None where it measures its GPU first; ``size`` is None where only the
+    worker knows its GPU."""
 
     device: str
     dtype: str
     parameters: int
     expert_parameters: int
     expert_format: str
+    linear_format: str
     weight_bytes: int
     kept_bytes: int
     room: Capacity | None
@@ -52,10 +55,13 @@ class Preview:
     def lines(self) -> list[str]:
         """Return what a user wants to know before the first request."""
         held = f", held in {self.expert_format}" if self.expert_format else ""
-        more = f", up to {_size(self.kept_bytes)} more once all experts were used" if self.kept_bytes else ""
+        linears = f", other linear layers in {self.linear_format}" if self.linear_format else ""
+        used = "experts" if self.expert_format else "of them"
+        more = f", up to {_size(self.kept_bytes)} more once all {used} were used" if self.kept_bytes else ""
         return [
             f"device {self.device}, {self.dtype}: {_count(self.parameters)} parameters, "
-            f"{_count(self.expert_parameters)} of them in experts{held} ({_size(self.weight_bytes)} of weights{more})",
+            f"{_count(self.expert_parameters)} of them in experts{held}{linears} "
+            f"({_size(self.weight_bytes)} of weights{more})",
             *self._kept_lines(),
             *self._kv_lines(),
         ]
@@ -67,9 +73,12 @@ class Preview:
     def _kept_lines(self) -> list[str]:
         if not self.kept_bytes:
             return []
+        experts = f"experts held in {self.expert_format}" if self.expert_format else ""
+        linears = f"linear layers held in {self.linear_format}" if self.linear_format else ""
+        held = " and ".join(filter(None, (experts, linears)))
         return [
-            f"experts held in {self.expert_format}: on a CPU what their products take is made as they are used, and "
-            f"kept, which takes up to {_size(self.kept_bytes)} more, if that leaves a twentieth of the machine's memory"
+            f"{held}: on a CPU what their products take is made as they are used, and kept, which takes up to "
+            f"{_size(self.kept_bytes)} more, if that leaves a twentieth of the machine's memory"
         ]
 
     def _kv_lines(self) -> list[str]:
@@ -105,7 +114,8 @@ def preflight(settings: Settings, find: Callable[[], Gpus] = find_gpus) -> Previ
     tokenizer_file(settings.model)
     stored = StoredKinds(*tensor_entries(settings.model, spec))
     held = held_experts(spec, settings.held_experts, stored, settings.model)
-    spec = dataclasses.replace(spec, experts=held)
+    linears = held_linears(spec, settings.dense_format, stored)
+    spec = dataclasses.replace(spec, experts=held, linears=linears)
     if settings.layout == "lockstep":
         check_slices(spec, settings.expert_slices)
     experts = sum(map(math.prod, expert_shapes(spec).values()))
@@ -119,8 +129,9 @@ def preflight(settings: Settings, find: Callable[[], Gpus] = find_gpus) -> Previ
         parameters=experts + dense,
         expert_parameters=experts,
         expert_format=held.label,
-        weight_bytes=dense * _BYTES[dtype] + expert_nbytes,
-        kept_bytes=kept_on_cpu(spec, dtype) if device == "cpu" else 0,
+        linear_format=linears.label,
+        weight_bytes=dense_bytes(spec, _BYTES[dtype]) + expert_nbytes,
+        kept_bytes=kept_on_cpu(spec, dtype) + linears_kept_on_cpu(spec, dtype) if device == "cpu" else 0,
         room=room,
         kv_bytes=blocks and blocks * settings.block_size * spec.kv_bytes(_BYTES[dtype]),
         size=batch_size(

@@ -207,6 +207,10 @@ async def test_another_form_of_experts_is_refused_by_both_names(bench):
         await experts.join(seat, 60)
     with pytest.raises(FingerprintMismatch, match="hold experts in int4-g128, and this worker in int8-channel"):
         await experts.join(structs.replace(seat, weights="base+int8-channel"), 60)
+    words = "in int4-g128, and this worker in int4-g128 and other linear layers in fp8-128x128"
+    with pytest.raises(FingerprintMismatch, match=words) as refused:
+        await experts.join(structs.replace(seat, weights="base+int4-g128+fp8-128x128"), 60)
+    assert "--dense-format" in str(refused.value)
     await experts.join(structs.replace(seat, weights="base+int4-g128"), 60)
 
 

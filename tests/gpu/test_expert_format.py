@@ -11,10 +11,11 @@ from testkit.models.quantisers import FORMATS
 from testkit.models.tolerances import assert_close
 from testkit.pocket.answers import POCKET
 
+from moe_kernels import QuantisedWeight, quantised_linear
 from services.config import ExpertFormat
 from services.model.experts import ExpertShard, ExpertWeights
 from services.model.load_spec import load_spec
-from services.model.weights import load_experts
+from services.model.weights import load_dense, load_experts
 from services.model.weights_sample import with_weights
 
 pytestmark = pytest.mark.gpu1
@@ -41,3 +42,21 @@ def test_a_gpu_holds_and_computes_what_a_cpu_does(tmp_path: Path, expert_format:
         with torch.inference_mode():
             found = shards[GPU].forward(1, x_TD.to(GPU), ids_TK.to(GPU), weights_TK.to(GPU))
             assert_close(found.cpu(), shards[CPU].forward(1, x_TD, ids_TK, weights_TK), 64)
+
+
+@pytest.mark.parametrize("form", ["ct-int4-channel-asym", "ct-int8-channel", "ct-fp8-channel", "ct-mxfp4"])
+def test_other_linear_layers_are_held_and_multiplied_as_on_a_cpu(tmp_path: Path, form: str) -> None:
+    """By codes in registers, with columns divided among programs, and by numbers of the whole matrix."""
+    folder = quantise(POCKET / "model", tmp_path, FORMATS[form]).folder
+    spec = with_weights(load_spec(folder), folder, "dense", "stored")
+    held = {device: load_dense(folder, spec, dtype=torch.float32, device=device).layers[1] for device in (GPU, CPU)}
+    on_gpu, on_cpu = held[GPU].qkv_OD, held[CPU].qkv_OD
+    assert isinstance(on_gpu, QuantisedWeight)
+    assert isinstance(on_cpu, QuantisedWeight)
+    for name, part in on_cpu.tensors().items():
+        assert torch.equal(on_gpu.tensors()[name].cpu(), part), name
+    for rows in (1, 7, 100, 500):
+        x_TD = torch.randn(rows, spec.hidden_size)
+        with torch.inference_mode():
+            found = quantised_linear(x_TD.to(GPU), on_gpu)
+            assert_close(found.cpu(), quantised_linear(x_TD, on_cpu), 64)

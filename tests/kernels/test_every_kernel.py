@@ -20,7 +20,8 @@ MUTATIONS = load(HERE / "mutations.toml")
 NOT_SERVED = {
     "activation_backward_kernel", "activation_forward_kernel", "arrange_kernel", "clear_absent_kernel",
     "dequantize_kernel", "expert_of_row_kernel", "group_rows_kernel", "grouped_outer_kernel", "grouped_sum_kernel",
-    "pair_dots_kernel", "rotate_kernel", "round_rows_kernel", "rounded_gemm_kernel", "small_lists_kernel",
+    "pair_dots_kernel", "quantised_linear_kernel", "rotate_kernel", "round_rows_kernel", "rounded_gemm_kernel",
+    "small_lists_kernel", "sum_products_kernel",
 }  # fmt: skip
 """Of training and of quantised weights."""
 

@@ -24,6 +24,7 @@ from moe_kernels import (
     grouped_mlp,
     parallel_linear,
     plan,
+    quantised_linear,
     quantize_experts,
     route,
 )
@@ -103,6 +104,9 @@ OPS: dict[str, Callable[[], Any]] = {
     "combine": lambda: combine(X_TD, torch.zeros(2, 2, dtype=torch.int32), None),
     "parallel_linear": lambda: parallel_linear(X_TD, cast("Tensor", LAYER.w_in), plan(IDS_TK, 4)),
     "dequantize_experts": lambda: dequantize_experts(quantize_experts(torch.ones(1, 2, 128), 4)),
+    "quantised_linear": lambda: quantised_linear(
+        torch.ones(2, 256), quantize_experts(torch.ones(1, 2, 256), 4), torch.ones(2)
+    ),
     "paged_attention": Step([(1, 5)]),
     "SparseMLP": lambda: SparseMLP(16, 8, experts=4, top_k=2, router=True)(X_TD),
     "MixtureOfAttention": lambda: MixtureOfAttention(16, 4, heads=2, experts=4, top_k=2, router=True)(X_TD[None]),

@@ -169,13 +169,13 @@ def served_model(settings: Settings, *, rank: int | None = None, weights: Weight
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     weights = weights or FromCheckpoint()
-    spec = weights.spec(settings.model, settings.held_experts)
+    spec = weights.spec(settings.model, settings.held_experts, settings.dense_format)
     device = torch_device(settings.device, rank=rank)
     log.info("computing attention on %s", device)
     dtype = serving_dtype(settings.dtype, spec)
     check_device(device, dtype)
     fitting = Fitting(settings=settings, spec=spec, device=device, dtype=dtype)
-    log.info("experts are held %s", spec.experts.title)
+    log.info("experts are held %s, other linear layers %s", spec.experts.title, spec.linears.title)
     if fitting.measures:
         fitting.check_weights()
     else:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +26,7 @@ from services.config import Settings
 from services.fabric.link import ExpertLink
 from services.model.dense import DenseModel
 from services.model.held_experts import expert_bytes
-from services.model.names import dense_shapes
+from services.model.held_linears import dense_bytes
 from services.model.spec import ModelSpec
 
 TOKEN_ID_BYTES = 8
@@ -140,7 +139,7 @@ class Fitting:
         """Return the bytes of weights that surely come to this worker: experts only where it has them all."""
         itemsize = self.dtype.itemsize
         experts = expert_bytes(self.spec, itemsize) if self.settings.layout == "local" else 0
-        return sum(map(math.prod, dense_shapes(self.spec).values())) * itemsize + experts
+        return dense_bytes(self.spec, itemsize) + experts
 
 
 def announce(plan: WorkerPlan, max_position: int) -> None:

@@ -4,7 +4,7 @@ from services.config.sections.engine import EngineSettings
 from services.config.sections.experts import ExpertSettings, Layout
 from services.config.sections.gateway import GatewaySettings
 from services.config.sections.lockstep import LockstepSettings
-from services.config.sections.model import ExpertFormat, ModelSettings
+from services.config.sections.model import DenseFormat, ExpertFormat, ModelSettings
 from services.config.sections.network import NetworkSettings
 from services.config.sections.process import ProcessSettings
 from services.config.sections.queue import QueueSettings
@@ -12,6 +12,7 @@ from services.config.sections.scaling import ScalingSettings
 from services.config.sections.tracing import TracingSettings
 
 __all__ = [
+    "DenseFormat",
     "EngineSettings",
     "ExpertFormat",
     "ExpertSettings",

@@ -10,6 +10,7 @@ from pydantic import BaseModel, field_validator
 from services.config.fields import ATTENTION, COMPUTING, GATEWAY, WITH_MODEL, setting
 
 ExpertFormat = Literal["auto", "dense", "int8", "int4", "int4-channel", "fp8", "mxfp4"]
+DenseFormat = Literal["dense", "stored"]
 
 
 class ModelSettings(BaseModel):
@@ -50,6 +51,14 @@ class ModelSettings(BaseModel):
         "mxfp4: to FP4 with a scale for each 32 columns. Attention and expert workers need the same",
         common=True,
         roles=COMPUTING,
+    )
+    dense_format: DenseFormat = setting(
+        "dense",
+        "how the weights of linear layers outside of experts are held where a checkpoint has them quantised. dense: in "
+        "--dtype; stored: as the checkpoint has them if kernels take that, which takes less memory and mostly more "
+        "time. Attention and expert workers need the same",
+        roles=COMPUTING,
+        hidden=True,
     )
     batch_invariant: bool = setting(
         False,

@@ -225,7 +225,7 @@ def _compare(rank: int, other: Facts, mine: Facts) -> None:
     if differ_in_format(mine.weights, other.weights):
         raise FingerprintMismatch(
             f"Rank {rank} holds experts in {format_of(other.weights)}, this rank in {format_of(mine.weights)}.",
-            hint="Give all ranks the same --expert-format.",
+            hint="Give all ranks the same --expert-format and --dense-format.",
         )
     if other.weights != mine.weights:
         raise FingerprintMismatch(

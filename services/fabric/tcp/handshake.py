@@ -232,7 +232,7 @@ def _check_model(mine: Hello, theirs: Hello, name: str) -> None:
         raise FingerprintMismatch(
             f"{name} (worker {theirs.worker!r}) is for experts held in {format_of(theirs.weights)}, this worker "
             f"({mine.worker!r}) for experts held in {format_of(mine.weights)}.",
-            hint="Start attention and expert workers with the same --expert-format.",
+            hint="Start attention and expert workers with the same --expert-format and --dense-format.",
         )
     if mine.weights and theirs.weights and theirs.weights != mine.weights:
         raise FingerprintMismatch(

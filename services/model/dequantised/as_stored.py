@@ -91,8 +91,9 @@ def _check_finite(scheme: LinearFormat, parts: Parts, shape: Shape, dtype: torch
 def _inexact(kind: Kind, part: Part, expected: str, found: str) -> CheckpointError:
     """The other formats dequantise the weight, and round it if they are not "dense"."""
     *others, last = ("dense", *(name for name, other in KINDS.items() if str(other) != str(kind)))
+    hint = f"Serve it with --expert-format {', '.join(others)} or {last}."
     return CheckpointError(
         f'{part.file}: tensor "{part.name}" must hold {expected} for its weight to be held as it is stored, found '
         f"{found}.",
-        hint=f"Serve it with --expert-format {', '.join(others)} or {last}.",
+        hint=hint if ".experts." in part.name else "Serve it with --dense-format dense.",
     )

@@ -114,7 +114,8 @@ def counted(number: int, noun: str) -> str:
 
 
 def _figures(*parts: Shapes | Link | Gpus | Batch) -> Iterator[tuple[str, float]]:
-    free = ("kv_bytes", "latency", "joined", "rows", "kernels", "dense_weights", "experts_held", "experts_time")
+    sizes = ("dense_weights", "dense_held", "experts_held", "experts_time")
+    free = (*sizes, "kv_bytes", "latency", "joined", "rows", "kernels")
     for part in parts:
         yield from ((name, getattr(part, name)) for name in part.__slots__ if name not in free)
 

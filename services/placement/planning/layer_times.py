@@ -49,8 +49,8 @@ class Shapes:
     """A model's sizes in elements.
 
     ``weight_bytes``: per weight, as far as times go. ``dense_weights``: of a layer; 0 stands for 4 hidden^2.
-    ``experts_held``: bytes of all experts of a layer in memory, if they are quantised; ``experts_time``: rows of an
-    expert that is hit -> what a call takes over one with ``weight_bytes``.
+    ``dense_held``: their bytes, if some are held quantised. ``experts_held``: bytes of all experts of a layer, if they
+    are; ``experts_time``: rows of an expert that is hit -> what a call takes over one with ``weight_bytes``.
     """
 
     hidden: int
@@ -60,6 +60,7 @@ class Shapes:
     layers: int
     weight_bytes: float = 2.0
     dense_weights: int = 0
+    dense_held: float = 0.0
     experts_held: float = 0.0
     experts_time: tuple[tuple[float, float], ...] = ()
 
@@ -217,7 +218,7 @@ class LayerTimes:
         return self.shapes.dense_weights or 4 * self.shapes.hidden**2
 
     def _dense_bytes(self) -> float:
-        return self._dense_weights() * self.shapes.weight_bytes
+        return self.shapes.dense_held or self._dense_weights() * self.shapes.weight_bytes
 
     def _kv_bytes(self, count: int) -> float:
         """Return the bytes of a layer's keys and values on each of ``count`` GPUs that share the batch."""

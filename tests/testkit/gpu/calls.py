@@ -14,7 +14,17 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, empty
 
-from moe_kernels import QuantisedWeight, combine, count_pairs, dequantize_experts, fused_moe, grouped_mlp, plan, route
+from moe_kernels import (
+    QuantisedWeight,
+    combine,
+    count_pairs,
+    dequantize_experts,
+    fused_moe,
+    grouped_mlp,
+    plan,
+    quantised_linear,
+    route,
+)
 from moe_kernels import tiles as table
 from moe_kernels.activations.op import Activation, gated
 from moe_kernels.add_rms_norm.op import add_rms_norm
@@ -261,6 +271,11 @@ def unpacked(dtype: str, **kind: Any) -> None:
     dequantize_experts(packed(8, 2048, 1056, **kind), DTYPES[dtype])
 
 
+def linear(dtype: str, rows: int, *, bias: bool = False, columns: int = 2048, **kind: Any) -> None:
+    bias_O = empty(4096, dtype=DTYPES[dtype]) if bias else None
+    quantised_linear(empty(rows, columns, dtype=DTYPES[dtype]), packed(1, 4096, columns, **kind), bias_O)
+
+
 NORMED = (("fp16", 100), ("fp16", 4096), ("fp32", 100), ("bf16", 16_384), ("fp32", 16_384))
 """Rows that a norm takes alone: odd, and so long that the registers of a program are full."""
 Calls = dict[str, Callable[[], object]]
@@ -378,6 +393,14 @@ MORE: Calls = {
     },
     "dequantize-bf16-mxfp4": partial(unpacked, "bf16", **MXFP4),
     "dequantize-fp16-fp8": partial(unpacked, "fp16", **FP8),
+    **{
+        f"linear-{dtype}-{rows}-{name}": partial(linear, dtype, rows, bias=rows > 1, **kind)
+        for dtype, rows in (("bf16", 1), ("bf16", 32), ("fp16", 128))
+        for name, kind in (("int4", {"bits": 4, "group": 128}), ("fp8", FP8), ("mxfp4", MXFP4))
+    },
+    "linear-bf16-64-int4-zeros": partial(linear, "bf16", 64, bits=4, group=32, zeros=True),
+    "linear-bf16-8-int8-odd": partial(linear, "bf16", 8, columns=2000, bits=8, group=0),
+    "linear-fp32-16-int8": partial(linear, "fp32", 16, bits=8, group=64),
     **_experts("bf16", 1, 16, 512, name="-mxfp4", kind=MXFP4, shape=GPT_OSS, bias=True, activation="swiglu_oai"),
     **_experts("bf16", 1, 16, 512, name="-fp8", kind=FP8),
     "experts-bf16-4096-rounded": partial(rounded_rows, "bf16", 4096),

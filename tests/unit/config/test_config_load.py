@@ -591,6 +591,9 @@ def test_batch_invariant_products_are_of_dense_experts(role: str) -> None:
     assert _load(role, f"{words} --expert-format dense").held_experts == "dense"
     with pytest.raises(ConfigError, match="--batch-invariant cannot be combined with --expert-format int4"):
         _load(role, f"{words} --expert-format int4")
+    assert _load(role, words.removesuffix(" --batch-invariant") + " --dense-format stored").dense_format == "stored"
+    with pytest.raises(ConfigError, match="--batch-invariant cannot be combined with --dense-format stored"):
+        _load(role, f"{words} --dense-format stored")
 
 
 @pytest.mark.parametrize(("role", "argv"), [("attention", _REMOTE), ("experts", _SECRET), ("colocated", _SECRET)])

@@ -364,6 +364,22 @@ def test_a_checkpoint_in_a_form_that_kernels_take_is_counted_so(said: Callable[.
     assert "61.1 GB in bfloat16;" in said(folder, "--gpus", "1", "--expert-format", "dense")
 
 
+def test_linear_layers_are_counted_as_they_are_held(said: Callable[..., str], tmp_path: Path) -> None:
+    """Of 3.1 GB beside experts 1.8 are queries, keys, values and outputs: in 4 bits 0.5, and a step takes less time."""
+    group = {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}}
+    quantised = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"g": group}}
+    folder = str(config_of(tmp_path, QWEN3_30B | {"quantization_config": quantised}))
+    text = said(folder, "--gpus", "1", "--dense-format", "stored")
+    assert "16.7 GB in bfloat16, experts in int4-g128, linear layers in int4-g128;" in text
+    assert "linear layers are counted as they are held, in int4-g128, other weights in 16 bits." in text
+    assert served(text).dense_format == "stored"
+    dense = said(folder, "--gpus", "1")
+    assert served(dense).dense_format == "dense"
+    faster, slower = (float(table(each)[32][0].replace(",", "")) for each in (text, dense))
+    assert 1 < faster / slower < 1.3
+    assert "61.1 GB in bfloat16;" in said(folder, "--gpus", "1", "--expert-format", "dense")
+
+
 def test_layers_that_are_held_apart_are_told_by_what_most_are(said: Callable[..., str], tmp_path: Path) -> None:
     """Times are those of most layers, and the text says so."""
     group = {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}}
@@ -379,6 +395,17 @@ def test_layers_that_are_held_apart_are_told_by_what_most_are(said: Callable[...
 def test_a_cluster_gets_the_format_for_all_its_workers(said: Callable[..., str], big: str) -> None:
     words = run_line(said(big, "--gpus", "4", "--nodes", "2", "--expert-format", "int8"))
     assert "config.expert_format=int8" in words[-1].split(",")
+    assert "DENSE_FORMAT" not in words[-1]
+
+
+def test_a_cluster_gets_how_linear_layers_are_held_as_a_variable(said: Callable[..., str], tmp_path: Path) -> None:
+    """Of both roles that compute: the chart has no value for it."""
+    quantised = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    folder = str(config_of(tmp_path, QWEN3_30B | quantised))
+    values = run_line(said(folder, "--gpus", "4", "--nodes", "2", "--dense-format", "stored"))[-1].split(",")
+    for role in ("attention", "experts"):
+        assert f"{role}.extraEnv[0].name=EXPERTMESH_DENSE_FORMAT" in values
+        assert f"{role}.extraEnv[0].value=stored" in values
 
 
 RESULTS = ROOT / "kernels/bench/results.csv"

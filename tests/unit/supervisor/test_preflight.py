@@ -119,6 +119,26 @@ def test_what_a_cpu_keeps_beside_quantised_experts_is_said(folder: Path) -> None
     assert _preflight(folder, TWO, expert_format="int8").kept_bytes == 0
 
 
+def test_linear_layers_are_counted_as_they_are_held(tmp_path: Path) -> None:
+    from testkit.models.checkpoints import save_checkpoint
+    from testkit.models.quantised_checkpoints import quantise
+    from testkit.models.quantisers import FORMATS
+
+    plain = save_checkpoint(tmp_path / "plain", "qwen2_moe", num_key_value_heads=4)
+    folder = quantise(plain, tmp_path, FORMATS["ct-int8-channel"]).folder
+    formats = ({}, {"dense_format": "stored"}, {"dense_format": "stored", "expert_format": "dense"})
+    dense, held, alone = (_preflight(folder, **more) for more in formats)
+    lines = held.lines()
+    assert "in experts, held in int8-channel, other linear layers in int8-channel (" in lines[0]
+    assert lines[1].startswith("experts held in int8-channel and linear layers held in int8-channel: on a CPU")
+    assert alone.lines()[1].startswith("linear layers held in int8-channel: on a CPU")
+    assert "more once all of them were used)" in alone.lines()[0]
+    numbers = alone.kept_bytes // 4
+    scales = held.weight_bytes - dense.weight_bytes + 3 * numbers
+    assert 0 < scales < numbers / 8
+    assert held.kept_bytes == dense.kept_bytes + alone.kept_bytes
+
+
 def test_it_agrees_with_the_engine_on_the_kv_cache(folder: Path) -> None:
     import torch
 

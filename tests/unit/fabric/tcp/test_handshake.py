@@ -96,6 +96,16 @@ def test_who_holds_experts_in_another_form_is_refused_by_both_names(theirs: str)
         tcp_handshake._check_model(*reversed(sides), "attention-0")
 
 
+def test_who_holds_other_linear_layers_in_another_form_is_refused_so() -> None:
+    sides = hello(weights="base+int8-channel+fp8-128x128"), hello(seat=0, weights="base+int8-channel")
+    words = (
+        r"held in int8-channel, this worker .* for experts held in int8-channel and other linear layers in fp8-128x128"
+    )
+    with pytest.raises(FingerprintMismatch, match=words) as refused:
+        tcp_handshake._check_model(*sides, "experts-0")
+    assert "--dense-format" in str(refused.value)
+
+
 def test_an_expert_worker_without_the_secret_is_not_believed() -> None:
     """It accepts any proof and welcomes with one that it cannot make."""
 
