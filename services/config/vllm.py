@@ -20,7 +20,7 @@ _NO_ADAPTERS = "LoRA adapters are not supported. Merge the adapter into the chec
 _NO_SPECULATION = 'use --speculative-config \'{"method": "ngram"}\'; there are no draft models (docs/speculation.md).'
 _NO_REASONING = "it is not supported: reasoning stays in the answer's text."
 _EAGER = "leave it out. CUDA graphs are used on GPUs; --enforce-eager switches them off."
-_ONE_CODE = "a checkpoint's code is never run: families are built in (qwen3_moe, qwen2_moe, mixtral, olmoe)."
+_ONE_CODE = "a checkpoint's code is never run: families are built in (docs/models.md lists them)."
 _SPLIT = (
     "layers and tensors are not split over GPUs. If the model does not fit one GPU, spread its experts: "
     "--layout colocated --workers N, or --layout disaggregated --expert-workers N (docs/layouts.md)."

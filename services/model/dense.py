@@ -12,7 +12,7 @@ The loop over the layers, and the exchange with the experts inside it, belong to
 
 What a block adds to the rows travels beside them, for the norm that follows adds it in passing.
 Legend: T rows of the step, R rows whose logits are wanted, D hidden size, V vocabulary, K experts chosen per row,
-N query heads, J key/value heads, C = N + J, H head dimension.
+N query heads, J key/value heads, C = N + J, H head dimension, R how many of it are rotated.
 """
 
 from __future__ import annotations
@@ -71,14 +71,14 @@ class DenseModel:
         """Plan this step's attention, once for all layers. ``block_size`` is the KV cache's."""
         if inputs.paged is None and self._work_lists is not None:
             inputs = replace(inputs, paged=self._work_lists.of(inputs, block_size))
-        cos_T1H, sin_T1H = cos_sin(
+        cos_T1R, sin_T1R = cos_sin(
             inputs.positions_T, self._frequency_I, self.spec.rope.attention_factor, self.products.each
         )
         windows = {layer.window for layer in self.spec.layers}
         return AttentionPlan(
             slots_T=inputs.slots_T,
-            cos_T1H=cos_T1H,
-            sin_T1H=sin_T1H,
+            cos_T1R=cos_T1R,
+            sin_T1R=sin_T1R,
             by_window={window: self._window_plan(inputs, window, block_size) for window in windows},
         )
 
@@ -108,16 +108,18 @@ class DenseModel:
         x_TD, h_TD = self._norm(x_TD, added, weights.attention_norm_D)
         qkv_TO = self.products.linear(h_TD, weights.qkv_OD, weights.qkv_bias_O).to(self.attention_dtype)
         cache = kv.layer(layer)
+        rotated = plan.cos_T1R.shape[2] if self.spec.layers[layer].rotated else 0
+        angles = plan.cos_T1R[..., :rotated], plan.sin_T1R[..., :rotated]
         q_TNH, own = qk_norm_rope_write(
             qkv_TO,
-            plan.cos_T1H,
-            plan.sin_T1H,
+            *angles,
             *cache,
             plan.slots_T,
             norm="projection" if self.spec.qk_norm == "projection" else "head",
             weight_CH=self._qk_norms[layer],
             eps=self.spec.rms_eps,
             clip=self.spec.clip_qkv,
+            interleaved=self.spec.rope.interleaved,
             kv=window_plan.reads_own,
         )
         out_TE = attend(window_plan, q_TNH, own, cache)
@@ -133,15 +135,19 @@ class DenseModel:
         Args:
             keep_T: bool; rows where it is false go to no expert: their ids are -1.
         """
-        router_ED = self._weights.layers[layer].router_ED
-        assert router_ED is not None, f"layer {layer} has no experts"
+        weights = self._weights.layers[layer]
+        assert weights.router_ED is not None, f"layer {layer} has no experts"
         flags = self.spec.router
         return route(
-            self.products.scores(h_TD, router_ED),
+            self.products.scores(h_TD, weights.router_ED),
             top_k=self.spec.top_k,
             score=flags.score,
             order=flags.order,
             renormalise=flags.renormalise,
+            correction_bias_E=weights.router_bias_E,
+            groups=flags.groups,
+            top_groups=flags.top_groups,
+            group_score=flags.group_score,
             scale=flags.scale,
             keep_T=keep_T,
         )
@@ -153,11 +159,13 @@ class DenseModel:
         return self._ffn(ffn, h_TD)
 
     def shared_expert(self, layer: int, h_TD: Tensor) -> Tensor | None:
-        """Return gated output ``y_TD`` of the expert that every row passes; None if the model has no such expert."""
+        """Return the output ``y_TD`` of the expert that every row passes, gated if it has a gate; None if there is no
+        such expert."""
         weights = self._weights.layers[layer]
         if weights.ffn is None:
             return None
-        assert weights.shared_gate_1D is not None, f"layer {layer} has no shared expert"
+        if weights.shared_gate_1D is None:
+            return self._ffn(weights.ffn, h_TD)
         gate_T1 = self.products.each(torch.sigmoid, self.products.linear(h_TD, weights.shared_gate_1D))
         return gate_T1 * self._ffn(weights.ffn, h_TD)
 

@@ -6,10 +6,11 @@ import dataclasses
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 from services.errors import CheckpointError
 from services.model.families import spec_from_config
-from services.model.spec import ModelSpec
+from services.model.spec import LayerSpec, ModelSpec, RopeSpec, RouterSpec
 
 INDEX = "model.safetensors.index.json"
 _MAX_INDEX_BYTES = 100_000_000
@@ -55,8 +56,21 @@ def _fingerprint(spec: ModelSpec, model_dir: Path) -> str:
         del fields[name]  # which the release before has not, and both have to find one fingerprint
     if spec.quantisation is None:
         del fields["quantisation"]  # nor this one
+    _leave_out(fields, spec, "shared_gated", "mtp_layers")
+    _leave_out(fields["rope"], spec.rope, "dim", "interleaved")
+    _leave_out(fields["router"], spec.router, "bias", "groups", "top_groups", "group_score")
+    for values, layer in zip(fields["layers"], spec.layers, strict=True):
+        _leave_out(values, layer, "rotated")
     content = json.dumps([fields, weights], sort_keys=True)
     return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
+
+
+def _leave_out(values: dict[str, Any], spec: ModelSpec | RopeSpec | RouterSpec | LayerSpec, *later: str) -> None:
+    """Leave fields out of ``values`` that an earlier release has not, where they say nothing but their defaults."""
+    defaults = {field.name: field.default for field in dataclasses.fields(spec)}
+    for name in later:
+        if values[name] == defaults[name]:
+            del values[name]
 
 
 def tokenizer_file(model_dir: Path) -> Path:

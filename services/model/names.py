@@ -20,29 +20,71 @@ class FfnNames:
     down: str
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Parts:
+    """What a family calls the parts of a layer with experts. ``bias_in_a_row``: that of the router is a matrix."""
+
+    moe: str = "mlp"
+    expert: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    router: str = "mlp.gate"
+    bias: str = "mlp.gate.e_score_correction_bias"
+    bias_in_a_row: bool = False
+    shared: str = "mlp.shared_experts"
+
+
+_MIXTRAL = _Parts(
+    moe="block_sparse_moe",
+    expert=("w1", "w3", "w2"),
+    router="block_sparse_moe.gate",
+    bias="block_sparse_moe.e_score_correction_bias",
+)
+_FAMILIES = {
+    "mixtral": _MIXTRAL,
+    "minimax_m2": _MIXTRAL,
+    "qwen2_moe": _Parts(shared="mlp.shared_expert"),
+    "ernie4_5_moe": _Parts(bias="mlp.moe_statics.e_score_correction_bias", bias_in_a_row=True),
+    "exaone_moe": _Parts(bias="mlp.e_score_correction_bias"),
+    "hy_v3": _Parts(router="mlp.router.gate", bias="mlp.expert_bias", shared="mlp.shared_mlp"),
+}
+_MTP_TENSORS = {
+    "ernie4_5_moe": "model.mtp_",
+    "exaone_moe": "mtp.",
+}
+"""With what names begin of the parts that predict tokens further ahead, where these are no layers like the others."""
+
+
 class TensorNames:
-    """Tensor names of a family. Mixtral has its own for the experts; the others agree."""
+    """Tensor names of a family."""
 
     def __init__(self, family: str) -> None:
-        mixtral = family == "mixtral"
-        self._moe = "block_sparse_moe" if mixtral else "mlp"
-        self._gate, self._up, self._down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+        self._parts = _FAMILIES.get(family, _Parts())
+
+    @property
+    def like_mixtral(self) -> bool:
+        """Whether files name experts as Mixtral's do, other than transformers' modules."""
+        return self._parts == _MIXTRAL
 
     def layer(self, layer: int, part: str) -> str:
         """Return ``part`` (such as ``self_attn.q_proj.weight``) of a layer."""
         return f"model.layers.{layer}.{part}"
 
     def router(self, layer: int) -> str:
-        return self.layer(layer, f"{self._moe}.gate.weight")
+        return self.layer(layer, f"{self._parts.router}.weight")
+
+    def router_bias(self, layer: int) -> str:
+        return self.layer(layer, self._parts.bias)
+
+    def router_bias_shape(self, experts: int) -> Shape:
+        return (1, experts) if self._parts.bias_in_a_row else (experts,)
 
     def shared_gate(self, layer: int) -> str:
         return self.layer(layer, "mlp.shared_expert_gate.weight")
 
     def expert(self, layer: int, expert: int) -> FfnNames:
-        return self._ffn(layer, f"{self._moe}.experts.{expert}", self._gate, self._up, self._down)
+        return self._ffn(layer, f"{self._parts.moe}.experts.{expert}", *self._parts.expert)
 
     def shared_expert(self, layer: int) -> FfnNames:
-        return self._ffn(layer, "mlp.shared_expert", "gate_proj", "up_proj", "down_proj")
+        return self._ffn(layer, self._parts.shared, "gate_proj", "up_proj", "down_proj")
 
     def dense_ffn(self, layer: int) -> FfnNames:
         return self._ffn(layer, "mlp", "gate_proj", "up_proj", "down_proj")
@@ -79,12 +121,23 @@ def expert_shapes(spec: ModelSpec) -> dict[str, Shape]:
 def linear_shapes(spec: ModelSpec) -> dict[str, Shape]:
     """Return the shape of the weight of every linear layer, by name: what a checkpoint may have quantised."""
     shapes = dense_shapes(spec) | expert_shapes(spec)
-    return {name: shape for name, shape in shapes.items() if len(shape) == 2 and name != EMBED}
+    return {
+        name: shape for name, shape in shapes.items() if len(shape) == 2 and name.endswith(".weight") and name != EMBED
+    }
 
 
-def is_harmless(name: str) -> bool:
-    """Return whether a tensor that no spec lists may be ignored: rotary tables, and an output head that is tied."""
-    return name.endswith("rotary_emb.inv_freq") or name == LM_HEAD
+def is_harmless(name: str, spec: ModelSpec) -> bool:
+    """Return whether a tensor that no spec lists may be ignored: rotary tables, an output head that is tied, and parts
+    that predict tokens further ahead."""
+    return name.endswith("rotary_emb.inv_freq") or name == LM_HEAD or is_mtp(name, spec)
+
+
+def is_mtp(name: str, spec: ModelSpec) -> bool:
+    """Return whether a tensor or a layer belongs to the parts that predict tokens further ahead."""
+    if spec.family in _MTP_TENSORS:
+        return spec.mtp_layers > 0 and name.startswith(_MTP_TENSORS[spec.family])
+    behind = range(spec.num_layers, spec.num_layers + spec.mtp_layers)
+    return name.startswith(tuple(f"model.layers.{layer}." for layer in behind))
 
 
 def _attention_shapes(spec: ModelSpec, layer: int) -> dict[str, Shape]:
@@ -111,8 +164,11 @@ def _ffn_part_shapes(spec: ModelSpec, layer: int) -> dict[str, Shape]:
     if spec.layers[layer].kind == "dense":
         return _ffn_shapes(names.dense_ffn(layer), width, spec.dense_ffn)
     shapes: dict[str, Shape] = {names.router(layer): (spec.num_experts, width)}
+    if spec.router.bias:
+        shapes[names.router_bias(layer)] = names.router_bias_shape(spec.num_experts)
     if spec.shared_ffn:
         shapes |= _ffn_shapes(names.shared_expert(layer), width, spec.shared_ffn)
+    if spec.shared_ffn and spec.shared_gated:
         shapes[names.shared_gate(layer)] = (1, width)
     return shapes
 

@@ -8,7 +8,8 @@ computes it, here or, where no row may notice the others, in :mod:`services.mode
 Decode rows (one new token) of sequences of similar length share one call: a group is padded to its longest sequence by
 reading blocks of each sequence again. A prompt piece is a call of its own.
 Legend: T rows of the step, N query heads, K key/value heads, G = N / K queries per key head, H head dimension,
-S cache slots, B sequences of a decode group, M blocks per sequence, L positions read, W rows of a prompt piece.
+R how many dimensions of a head are rotated, S cache slots, B sequences of a decode group, M blocks per sequence, L
+positions read, W rows of a prompt piece.
 """
 
 from __future__ import annotations
@@ -82,8 +83,8 @@ class AttentionPlan:
     """Plan of a step for all layers: where keys go, how rows are rotated, and for each window who sees whom."""
 
     slots_T: Tensor
-    cos_T1H: Tensor
-    sin_T1H: Tensor
+    cos_T1R: Tensor
+    sin_T1R: Tensor
     by_window: dict[int | None, WindowPlan]
 
 

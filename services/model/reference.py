@@ -1,8 +1,8 @@
 """The oracle: a whole model in float32, written from the definition. No cache, no batch, no fabric, no speed.
 
 It shares the spec, the tensors on disk and the rotary frequencies with the serving path, and no other code.
-Legend: T tokens of one sequence, V vocabulary, D hidden size, E experts, K experts chosen, N query heads, H head
-dimension.
+Legend: T tokens of one sequence, V vocabulary, D hidden size, E experts, K experts chosen, G groups of experts, N query
+heads, H head dimension.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ from services.model.spec import ModelSpec
 
 @dataclass(frozen=True, slots=True)
 class ReferenceOutput:
-    """Logits, and ``router_margin_T``: the smallest gap, over the layers, between the probabilities of the last expert
-    chosen and the first one not; infinite if all are chosen. At a small gap another rounding may choose others."""
+    """Logits, and ``router_margin_T``: the smallest gap, over the layers, between what the last expert chosen and the
+    first one not were compared by, and between the last group chosen and the first one not; infinite if all are chosen.
+    At a small gap another rounding may choose others."""
 
     logits_TV: Tensor
     router_margin_T: Tensor
@@ -177,41 +178,88 @@ class ReferenceModel:
         if spec.qk_norm == "head" and part != "v":
             x_TNH = self._norm(x_TNH, norm)
         x_NTH = x_TNH.transpose(0, 1)
-        if part != "v":
+        if part != "v" and spec.layers[layer].rotated:
             x_NTH = self._rotated(x_NTH)
         return x_NTH.repeat_interleave(spec.num_heads // x_NTH.shape[0], dim=0)
 
     def _rotated(self, x_NTH: Tensor) -> Tensor:
-        """Take dimensions i and i + H/2 as a complex number, and turn it by position x frequency."""
+        """Take dimensions i and i + H/2 as a complex number, and turn it by position x frequency. Of a head that is
+        rotated in part its first dimensions are the H; of an interleaved one dimensions 2i and 2i + 1 are the pair."""
+        rope = self.spec.rope
+        if rope.dim and rope.dim < x_NTH.shape[2]:
+            return torch.cat((self._turned(x_NTH[..., : rope.dim]), x_NTH[..., rope.dim :]), dim=-1)
+        return self._turned(x_NTH)
+
+    def _turned(self, x_NTH: Tensor) -> Tensor:
         rope = self.spec.rope
         angle_TI = torch.outer(torch.arange(x_NTH.shape[1]).float(), inverse_frequencies(rope, self.spec.head_dim))
         turn_TI = torch.polar(torch.full_like(angle_TI, rope.attention_factor), angle_TI)
+        if rope.interleaved:
+            turned_NTI = torch.complex(x_NTH[..., 0::2], x_NTH[..., 1::2]) * turn_TI
+            return torch.stack((turned_NTI.real, turned_NTI.imag), dim=-1).flatten(2)
         real_NTI, imaginary_NTI = x_NTH.contiguous().chunk(2, dim=-1)
         turned_NTI = torch.complex(real_NTI, imaginary_NTI) * turn_TI
         return torch.cat((turned_NTI.real, turned_NTI.imag), dim=-1)
 
     def _experts(self, layer: int, h_TD: Tensor) -> tuple[Tensor, Tensor]:
         """Return the output of the chosen experts and the shared one for each token, and the margin of the choice."""
-        probability_TE = torch.softmax(h_TD @ self._tensors[self._names.router(layer)].T, dim=-1)
-        ranked_TE, expert_TE = probability_TE.sort(dim=-1, descending=True, stable=True)
-        top_k = self.spec.top_k
-        weight_TK, expert_TK = ranked_TE[:, :top_k], expert_TE[:, :top_k]
+        weight_TK, expert_TK, margin_T = self._choice(layer, h_TD)
         self._on_choice(layer, expert_TK)
-        if self.spec.router.renormalise:
-            weight_TK = weight_TK / weight_TK.sum(dim=-1, keepdim=True)
         y_TD = torch.zeros_like(h_TD)
         for expert in sorted(set(expert_TK.flatten().tolist())):
             token, slot = (expert_TK == expert).nonzero(as_tuple=True)
             y_TD[token] += weight_TK[token, slot, None] * self._ffn(self._names.expert(layer, expert), h_TD[token])
         if self.spec.shared_ffn:
-            gate_T1 = torch.sigmoid(h_TD @ self._tensors[self._names.shared_gate(layer)].T)
-            y_TD = y_TD + gate_T1 * self._ffn(self._names.shared_expert(layer), h_TD)
-        all_chosen = top_k == self.spec.num_experts
-        margin_T = ranked_TE[:, top_k - 1] - (-math.inf if all_chosen else ranked_TE[:, top_k])
+            y_TD = y_TD + self._shared_expert(layer, h_TD)
         return y_TD, margin_T
+
+    def _shared_expert(self, layer: int, h_TD: Tensor) -> Tensor:
+        y_TD = self._ffn(self._names.shared_expert(layer), h_TD)
+        if not self.spec.shared_gated:
+            return y_TD
+        return torch.sigmoid(h_TD @ self._tensors[self._names.shared_gate(layer)].T) * y_TD
+
+    def _choice(self, layer: int, h_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the weight and the number of each expert that is chosen, and the margin of the choice."""
+        flags = self.spec.router
+        logit_TE = h_TD @ self._tensors[self._names.router(layer)].T
+        value_TE = self._scored(logit_TE) if flags.order == "score_first" else logit_TE
+        compared_TE = value_TE + self._tensors[self._names.router_bias(layer)].flatten() if flags.bias else value_TE
+        margin_T = torch.full((len(h_TD),), math.inf)
+        if flags.groups > 1:
+            allowed_TE, margin_T = self._in_the_best_groups(compared_TE)
+            compared_TE = compared_TE.masked_fill(~allowed_TE, -math.inf)
+        expert_TK, expert_margin_T = _largest(compared_TE, self.spec.top_k)
+        weight_TK = value_TE.gather(1, expert_TK)
+        if flags.order == "choose_first":
+            weight_TK = self._scored(weight_TK)
+        if flags.renormalise:
+            weight_TK = weight_TK / weight_TK.sum(dim=-1, keepdim=True)
+        return weight_TK * flags.scale, expert_TK, torch.minimum(margin_T, expert_margin_T)
+
+    def _scored(self, logit_TE: Tensor) -> Tensor:
+        return torch.softmax(logit_TE, dim=-1) if self.spec.router.score == "softmax" else torch.sigmoid(logit_TE)
+
+    def _in_the_best_groups(self, compared_TE: Tensor) -> tuple[Tensor, Tensor]:
+        """Return which experts lie in a token's best groups, and the margin of these. Groups are equal runs of experts,
+        and compared by their best expert, or by the sum of their two best."""
+        flags = self.spec.router
+        compared_TGW = compared_TE.view(len(compared_TE), flags.groups, -1)
+        summands = 1 if flags.group_score == "max" else 2
+        score_TG = compared_TGW.sort(dim=2, descending=True).values[..., :summands].sum(dim=2)
+        group_TB, margin_T = _largest(score_TG, flags.top_groups)
+        chosen_TG = torch.zeros_like(score_TG, dtype=torch.bool).scatter(1, group_TB, True)
+        return chosen_TG.repeat_interleave(compared_TGW.shape[2], dim=1), margin_T
 
     def _linear(self, layer: int, part: str, h_TD: Tensor) -> Tensor:
         prefix = self._names.layer(layer, f"self_attn.{part}_proj")
         y_TO = h_TD @ self._tensors[f"{prefix}.weight"].T
         bias = self._tensors.get(f"{prefix}.bias")
         return y_TO if bias is None else y_TO + bias
+
+
+def _largest(value_TE: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return where each row's ``count`` largest values are, and the gap to the next one."""
+    ranked_TE, place_TE = value_TE.sort(dim=-1, descending=True, stable=True)
+    next_T = ranked_TE[:, count] if count < value_TE.shape[1] else torch.full((len(value_TE),), -math.inf)
+    return place_TE[:, :count], ranked_TE[:, count - 1] - next_T

@@ -1,6 +1,6 @@
 """Rotary position embedding: makes cos and sin of positions, and rotates queries and keys by them.
 
-Legend: T rows, N heads, H head dimension, I = H / 2 frequencies.
+Legend: T rows, N heads, H head dimension, R the first dimensions of a head, which are rotated, I = R / 2 frequencies.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from services.model.spec import RopeSpec
 
 def inverse_frequencies(rope: RopeSpec, head_dim: int) -> Tensor:
     """Return the angle per position of each dimension pair: float32 ``[I]``, on the CPU."""
-    exponent_I = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    rotated = rope.dim or head_dim
+    exponent_I = torch.arange(0, rotated, 2, dtype=torch.float32) / rotated
     frequency_I = 1.0 / rope.theta**exponent_I
     if rope.kind == "linear":
         return frequency_I / rope.factor
     if rope.kind == "llama3":
         return _llama3(rope, frequency_I)
     if rope.kind == "yarn":
-        return _yarn(rope, frequency_I, head_dim)
+        return _yarn(rope, frequency_I, rotated)
     return frequency_I
 
 
@@ -33,7 +34,7 @@ def cos_sin(
     attention_factor: float,
     each: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor] = lambda op, x: op(x),
 ) -> tuple[Tensor, Tensor]:
-    """Return ``cos`` and ``sin`` for :func:`rotate`: float32 ``[T, 1, H]``, the sign of the rotation in ``sin``.
+    """Return ``cos`` and ``sin`` for :func:`rotate`: float32 ``[T, 1, R]``, the sign of the rotation in ``sin``.
 
     Args:
         each: applies a function to each element.
@@ -43,10 +44,10 @@ def cos_sin(
     return torch.cat((cos_TI, cos_TI), dim=1).unsqueeze(1), torch.cat((-sin_TI, sin_TI), dim=1).unsqueeze(1)
 
 
-def rotate(x_TNH: Tensor, cos_T1H: Tensor, sin_T1H: Tensor) -> Tensor:
-    """Turn each pair (i, i + H/2) of ``x`` by its angle (Su et al. 2021, eq. 34, pairs split in halves)."""
-    swapped_TNH = x_TNH.roll(x_TNH.shape[-1] // 2, dims=-1)
-    return torch.addcmul(x_TNH * cos_T1H, swapped_TNH, sin_T1H)
+def rotate(x_TNR: Tensor, cos_T1R: Tensor, sin_T1R: Tensor) -> Tensor:
+    """Turn each pair (i, i + R/2) of ``x`` by its angle (Su et al. 2021, eq. 34, pairs split in halves)."""
+    swapped_TNR = x_TNR.roll(x_TNR.shape[-1] // 2, dims=-1)
+    return torch.addcmul(x_TNR * cos_T1R, swapped_TNR, sin_T1R)
 
 
 def _llama3(rope: RopeSpec, frequency_I: Tensor) -> Tensor:
@@ -56,18 +57,18 @@ def _llama3(rope: RopeSpec, frequency_I: Tensor) -> Tensor:
     return frequency_I * (kept_I + (1 - kept_I) / rope.factor)
 
 
-def _yarn(rope: RopeSpec, frequency_I: Tensor, head_dim: int) -> Tensor:
+def _yarn(rope: RopeSpec, frequency_I: Tensor, rotated: int) -> Tensor:
     """Apply NTK-by-parts (Peng et al. 2023, section 3.2): dimensions that turn often are kept, the others stretched."""
 
     def dimension_of(turns: float) -> float:
         """Return the (fractional) dimension that makes ``turns`` turns over the original length."""
         wavelength = rope.original_max_position / (turns * 2 * math.pi)
-        return head_dim * math.log(wavelength) / (2 * math.log(rope.theta))
+        return rotated * math.log(wavelength) / (2 * math.log(rope.theta))
 
     low, high = dimension_of(rope.beta_fast), dimension_of(rope.beta_slow)
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_dim - 1)
-    ramp_I = (torch.arange(head_dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)
+    low, high = max(low, 0), min(high, rotated - 1)
+    ramp_I = (torch.arange(rotated // 2, dtype=torch.float32) - low) / max(high - low, 0.001)
     kept_I = 1 - ramp_I.clamp(0, 1)
     return frequency_I * (kept_I + (1 - kept_I) / rope.factor)

@@ -3,24 +3,46 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from services.errors import UnsupportedModel
 from services.model.configfile import ConfigFile
 from services.model.spec import RopeSpec
 
 
-def rope_spec(config: ConfigFile, *, max_position: int, default_theta: float) -> RopeSpec:
+def rope_spec(
+    config: ConfigFile,
+    *,
+    max_position: int,
+    default_theta: float,
+    head_dim: int,
+    rotated: float | None = None,
+    interleaved: bool = False,
+) -> RopeSpec:
     """Return the rotary spec in ``config``.
+
+    Args:
+        rotated: the part of a head that is rotated unless ``config`` says otherwise; None: families that rotate all.
 
     Raises:
         UnsupportedModel: the kind of scaling is not implemented.
+        CheckpointError: a value is wrong.
     """
     scaling = config.section("rope_scaling")
     if not scaling.values:
         scaling = config.section("rope_parameters")
+    if nested := [key for key, value in scaling.values.items() if isinstance(value, dict)]:
+        raise UnsupportedModel(
+            f'{config.path}: rotary embeddings of their own for "{nested[0]}" are not supported.',
+            hint="Supported is one rotary embedding for all layers.",
+        )
+    spec = _scaled(config, scaling, max_position, default_theta)
+    return replace(spec, dim=_rotated_dim(config, scaling, head_dim, rotated), interleaved=interleaved)
+
+
+def _scaled(config: ConfigFile, scaling: ConfigFile, max_position: int, default_theta: float) -> RopeSpec:
     theta = scaling.number("rope_theta", default=config.number("rope_theta", default=default_theta))
     kind = scaling.text("rope_type", "type", default="default")
-    _refuse_partial(config, scaling)
     if kind in ("default", "dynamic"):
         # Dynamic NTK scaling starts beyond max_position_embeddings, and no request is let in that goes there.
         return RopeSpec(theta=theta)
@@ -82,10 +104,19 @@ def _temperature(factor: float, mscale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
-def _refuse_partial(config: ConfigFile, scaling: ConfigFile) -> None:
-    fraction = scaling.number("partial_rotary_factor", default=config.number("partial_rotary_factor", default=1.0))
-    if fraction != 1.0:
+def _rotated_dim(config: ConfigFile, scaling: ConfigFile, head_dim: int, rotated: float | None) -> int:
+    """Return how many dimensions of a head are rotated, 0 for all of them."""
+    key = "partial_rotary_factor"
+    fraction = scaling.number(key, default=config.number(key, default=rotated or 1.0))
+    if rotated is None and fraction != 1.0:
         raise UnsupportedModel(
-            f"{config.path}: partial_rotary_factor {fraction} is not supported.",
+            f"{config.path}: {key} {fraction} is not supported.",
             hint="Supported is 1: every dimension of a head is rotated.",
         )
+    if fraction == 1.0:
+        return 0
+    dim = int(head_dim * fraction)
+    if dim < 2 or dim % 2 or dim > head_dim:
+        expected = f"such that an even number of the {head_dim} dimensions of a head is rotated"
+        raise scaling.wrong(key, expected, fraction)
+    return dim

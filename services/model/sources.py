@@ -15,7 +15,7 @@ from services.errors import CheckpointError
 from services.model.configfile import CONFIG
 from services.model.expert_format import Kind
 from services.model.header import FLOATS, TensorEntry
-from services.model.names import LM_HEAD, TensorNames, dense_shapes, expert_shapes, linear_shapes
+from services.model.names import LM_HEAD, TensorNames, dense_shapes, expert_shapes, is_mtp, linear_shapes
 from services.model.quantised.config import KEY
 from services.model.quantised.kinds import stored_kind
 from services.model.quantised.patterns import Budget, PatternCostly
@@ -200,8 +200,8 @@ class _Finder:
 
 
 def aliases(module: str, family: str) -> list[str]:
-    """Return the names that tools have for ``module``: those of transformers' own modules differ for Mixtral."""
-    if family != "mixtral":
+    """Return the names that tools have for ``module``: those of transformers' own modules may differ (Mixtral)."""
+    if not TensorNames(family).like_mixtral:
         return [module]
     own = _MIXTRAL.sub(lambda found: found[1] + _PARTS[found[2]], module)
     return list(dict.fromkeys(name.replace(of, to) for of, to in _HOMES for name in (module, own)))
@@ -229,9 +229,10 @@ def _check_names(quantisation: Quantisation, folder: Path, spec: ModelSpec) -> N
     known = {part for name in names for part in prefixes(name)}
     known.update(whole for name in names for whole in fused_names(name))
     budget = Budget()
-    missing = [name for name in quantisation.left if not _names_any(name, quantisation.match, known, budget)]
+    left = [name for name in quantisation.left if not is_mtp(name, spec)]
+    missing = [name for name in left if not _names_any(name, quantisation.match, known, budget)]
     wrong = [name for name in missing if _is_path(name) or _is_empty(name)]
-    if not missing or (len(missing) < len(quantisation.left) and not wrong):
+    if not missing or (len(missing) < len(left) and not wrong):
         return
     shown = [*wrong, *missing][0]
     raise CheckpointError(

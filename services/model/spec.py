@@ -23,6 +23,8 @@ class RopeSpec:
     """Rotary embedding. Each field beyond ``theta`` is used by some kinds only.
 
     ``attention_factor`` multiplies cos and sin (yarn); ``original_max_position`` is the length before scaling.
+    The first ``dim`` dimensions of a head are rotated, the others stay as they are; 0 is all of them. Of these each is
+    turned with the one half of them behind it, or, ``interleaved``, each even one with the next.
     """
 
     kind: RopeKind = "default"
@@ -35,24 +37,32 @@ class RopeSpec:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
+    dim: int = 0
+    interleaved: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RouterSpec:
-    """The flags of :func:`moe_kernels.route` that a family fixes."""
+    """The flags of :func:`moe_kernels.route` that a family fixes. ``bias``: the weights have one for the choice."""
 
     score: Literal["softmax", "sigmoid"] = "softmax"
     order: Literal["score_first", "choose_first"] = "score_first"
     renormalise: bool = False
     scale: float = 1.0
+    bias: bool = False
+    groups: int = 1
+    top_groups: int = 1
+    group_score: Literal["max", "top2_sum"] = "max"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerSpec:
-    """One decoder layer. ``window`` counts the positions a token sees, itself included; None is all of them."""
+    """One decoder layer. ``window`` counts the positions a token sees, itself included; None is all of them.
+    ``rotated``: queries and keys are turned by their positions."""
 
     kind: Literal["moe", "dense"]
     window: int | None = None
+    rotated: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,6 +74,8 @@ class ModelSpec:
     releases would refuse one another. ``weights`` is a hash of some of the weights, which differs for fine-tunes of
     equal names and sizes: :func:`services.model.weights_sample.with_weights` fills it in. Workers that agree in both
     may serve one request one after the other; ``""`` (unknown, as in the release before) agrees with all.
+    ``shared_gated``: the shared expert's output is multiplied by a gate of its own. ``mtp_layers`` more may lie behind
+    the layers in the files: they predict tokens further ahead, and nobody reads them.
     ``quantisation`` is how the weights lie on disk. ``experts`` and ``linears`` say how experts and other linear layers
     are held in memory, which ``with_weights`` decides, too, and adds to ``weights``; all other weights are in the
     serving dtype.
@@ -93,6 +105,8 @@ class ModelSpec:
     tie_embeddings: bool
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
+    shared_gated: bool = True
+    mtp_layers: int = 0
     quantisation: Quantisation | None = None
     fingerprint: str = ""
     weights: str = ""

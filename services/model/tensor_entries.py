@@ -46,7 +46,8 @@ def _check(entries: Mapping[str, TensorEntry], sources: Mapping[str, Source], mo
             f"{model_dir} lacks {_listed(missing, 'tensor')} that config.json calls for.",
             hint=_missing_hint(missing),
         )
-    if unexpected := [name for name in entries if name not in expected and name not in known and not is_harmless(name)]:
+    places = expected.keys() | known
+    if unexpected := [name for name in entries if name not in places and not is_harmless(name, spec)]:
         raise CheckpointError(
             f'{entries[unexpected[0]].file}: the architecture "{spec.family}" as config.json describes it '
             f"has no place for {_listed(unexpected, 'tensor')}.",

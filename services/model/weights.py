@@ -41,9 +41,9 @@ class FfnWeights:
 class LayerWeights:
     """The dense part of one layer. ``qkv`` holds the query heads, then the key heads, then the value heads.
 
-    A weight that is held quantised is one of a single expert. ``ffn`` is the layer's only network or its shared expert.
-    The router gives float32, for bfloat16 logits tie: its weights are float32, or on a GPU of the serving dtype if they
-    are stored in it.
+    A weight that is held quantised is one of a single expert. ``ffn`` is the layer's only network or its shared expert,
+    which has a gate or none. The router gives float32, for bfloat16 logits tie: its weights are float32, or on a GPU of
+    the serving dtype if they are stored in it.
     """
 
     attention_norm_D: Tensor
@@ -57,6 +57,7 @@ class LayerWeights:
     ffn: FfnWeights | None
     shared_gate_1D: Tensor | None
     router_ED: Tensor | None
+    router_bias_E: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -194,6 +195,10 @@ class _Reader:
         narrow = self._device.type == "cuda" and self._tensors.stored_in(name, self._dtype)
         return self.tensor(name, dtype=self._dtype if narrow else torch.float32)
 
+    def router_bias(self, name: str) -> Tensor:
+        """Return a router's bias, not rounded: choices compare by its last bits."""
+        return self.tensor(name, dtype=torch.float32).flatten()
+
     def into(self, target: Tensor, name: str) -> Tensor:
         """Have :meth:`read` fill ``target`` with the tensor called ``name``. Returns it."""
         self._places.append(Place(name=name, target=target))
@@ -252,8 +257,9 @@ def _dense_layer(reader: _Reader, spec: ModelSpec, layer: int) -> LayerWeights:
         o_bias_D=reader.tensor(name("self_attn.o_proj.bias")) if spec.o_bias else None,
         ffn_norm_D=reader.tensor(name("post_attention_layernorm.weight")),
         ffn=ffn,
-        shared_gate_1D=reader.tensor(names.shared_gate(layer)) if shared else None,
+        shared_gate_1D=reader.tensor(names.shared_gate(layer)) if shared and spec.shared_gated else None,
         router_ED=reader.router(names.router(layer)) if has_experts else None,
+        router_bias_E=reader.router_bias(names.router_bias(layer)) if has_experts and spec.router.bias else None,
     )
 
 

@@ -1,4 +1,4 @@
-"""The whole server equals transformers' own ``generate``, token for token, for every family.
+"""The whole server equals transformers' own ``generate``, token for token, for four families (others: test_families).
 
 64 concurrent greedy REST requests of 1 to 300 prompt tokens, some sharing prefixes, some preempted because the KV
 blocks ran out, with the prefix cache on and off.
@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
-from testkit.models.checkpoints import FAMILIES, VOCAB, Answer, greedy_answers, router_margin, save_checkpoint
+from testkit.models.checkpoints import VOCAB, Answer, greedy_answers, router_margin, save_checkpoint
 from testkit.processes.servers import bench
 
 from services.model.reference import ReferenceModel
@@ -47,7 +47,7 @@ def prompts_and_lengths(seed: int = 7) -> tuple[list[list[int]], list[int]]:
     return prompts, [rng.randint(16, 96) for _ in range(REQUESTS)]
 
 
-@pytest.fixture(scope="module", params=sorted(FAMILIES))
+@pytest.fixture(scope="module", params=sorted(SEEDS))
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     family = request.param
     folder = save_checkpoint(tmp_path_factory.mktemp(family), family, SEEDS[family])

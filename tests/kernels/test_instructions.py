@@ -42,6 +42,9 @@ def test_gate_and_up_are_one_instruction_of_full_width() -> None:
         ("decode-bf16-32-4-128", "paged_decode_kernel", r"cp\.async\.cg\.shared\.global \[.*?0x10"),
         (FEW, "gather_joined_kernel", r"ld\.global\S*\.cg\S*\.v4"),
         (FEW, "gather_joined_kernel", r"st\.global\.v4"),
+        ("qk-bf16-head", "qk_norm_rope_kernel", r"st\.global\.v4"),
+        ("qk-bf16-part", "qk_norm_rope_kernel", r"ld\.global\.v4"),
+        ("qk-bf16-part", "qk_norm_rope_kernel", r"st\.global\.v4"),
         pytest.param("trained-linear-bf16", "clear_absent_kernel", r"st\.global\.v4"),
     ],
 )

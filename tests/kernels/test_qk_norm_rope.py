@@ -25,6 +25,7 @@ class Case:
     def __init__(
         self, rows: int, heads: int, kv_heads: int, size: int, *, norm: Norm | None = "head", clip: float | None = None,
         dtype: torch.dtype = torch.float32, cache_dtype: torch.dtype | None = None, block: int = 4,
+        rotated: int | None = None, interleaved: bool = False,
     ) -> None:  # fmt: skip
         generator = torch.Generator().manual_seed(rows + heads + size)
         draw = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
@@ -33,7 +34,8 @@ class Case:
         self.weight = None if norm is None else draw(heads + kv_heads, size).to(dtype)
         # As a product may leave it: each row with something behind it.
         self.qkv = draw(rows, (heads + 2 * kv_heads) * size + 3).to(dtype)[:, :-3]
-        angles = draw(rows, size // 2) * 100
+        self.interleaved = interleaved
+        angles = draw(rows, (size if rotated is None else rotated) // 2) * 100
         self.cos = torch.cat((angles.cos(), angles.cos()), dim=1).unsqueeze(1)
         self.sin = torch.cat((-angles.sin(), angles.sin()), dim=1).unsqueeze(1)
         blocks = rows // block + 2
@@ -44,8 +46,9 @@ class Case:
 
     def __call__(self, *, kv: bool = False, **change: Any) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
         given: dict[str, Any] = {
-            "qkv_TO": self.qkv, "cos_T1H": self.cos, "sin_T1H": self.sin, "k_PBJH": self.k, "v_PBJH": self.v,
+            "qkv_TO": self.qkv, "cos_T1R": self.cos, "sin_T1R": self.sin, "k_PBJH": self.k, "v_PBJH": self.v,
             "slots_T": self.slots, "norm": self.norm, "weight_CH": self.weight, "eps": EPS, "clip": self.clip, "kv": kv,
+            "interleaved": self.interleaved,
         }  # fmt: skip
         return qk_norm_rope_write(**given | change)
 
@@ -64,7 +67,8 @@ class Case:
             if weight is not None and self.norm == "head":
                 kind = _normed(kind, (2,)) * weight
             kinds[at] = kind
-        return _turned(kinds[0], self.cos, self.sin), _turned(kinds[1], self.cos, self.sin), kinds[2]
+        turned = _neighbours_turned if self.interleaved else _turned
+        return *(turned(kind, self.cos, self.sin) for kind in kinds[:2]), kinds[2]  # type: ignore[return-value]
 
     def check(self, q: Tensor, roundings: float | None = None) -> None:
         """Queries as returned, keys and values as the cache has them, and nothing else in it."""
@@ -83,9 +87,19 @@ def _normed(heads: Tensor, dims: tuple[int, ...]) -> Tensor:
 
 
 def _turned(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    low, high = heads.chunk(2, dim=2)
+    low, high = heads[..., : cos.shape[2]].chunk(2, dim=2)
     c, s = (part.double().chunk(2, dim=2)[1] for part in (cos, sin))
-    return torch.cat((low * c - high * s, high * c + low * s), dim=2)
+    return torch.cat((low * c - high * s, high * c + low * s, heads[..., cos.shape[2] :]), dim=2)
+
+
+def _neighbours_turned(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Each pair by the matrix of its turn."""
+    out, pairs = heads.clone(), cos.shape[2] // 2
+    for pair in range(pairs):
+        c, s = (part[:, :, pairs + pair].double() for part in (cos, sin))
+        one, two = heads[..., 2 * pair], heads[..., 2 * pair + 1]
+        out[..., 2 * pair], out[..., 2 * pair + 1] = one * c - two * s, two * c + one * s
+    return out
 
 
 @both_paths
@@ -102,6 +116,29 @@ def test_equals_the_definition(
     assert q.shape == (rows, heads, size)
     assert kv is None
     case.check(q)
+
+
+@both_paths
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize(("size", "rotated"), [(24, 8), (24, 10), (16, 14), (8, 0), (24, 24)])
+def test_a_part_of_each_head_is_rotated(size: int, rotated: int, norm: Norm | None, interleaved: bool) -> None:
+    case = Case(5, 9, 2, size, norm=norm, clip=1.5, rotated=rotated, interleaved=interleaved)
+    q, kv = case(kv=True)
+    case.check(q)
+    assert kv is not None
+    for own, wanted in zip(kv, case.expected()[1:], strict=True):
+        assert_close(own, wanted)
+
+
+@both_paths
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_nan_reaches_its_partner_and_nothing_that_is_not_rotated(interleaved: bool) -> None:
+    case = Case(1, 2, 1, 8, norm=None, rotated=4, interleaved=interleaved)
+    case.qkv[0, 0], case.qkv[0, 8 + 5] = torch.nan, torch.nan
+    q, _ = case()
+    partner = 1 if interleaved else 2
+    assert q.isnan().nonzero().tolist() == [[0, 0, 0], [0, 0, partner], [0, 1, 5]]
 
 
 @both_paths
@@ -191,7 +228,7 @@ def test_angles_come_as_slices() -> None:
     case.cos = torch.cat((case.cos, case.cos), dim=2)[:, :, :8]
     strided = torch.stack((case.sin, case.sin), dim=3)[..., 0]
     assert strided.stride(2) == 2
-    q, _ = case(sin_T1H=strided)
+    q, _ = case(sin_T1R=strided)
     case.check(q)
 
 
@@ -207,9 +244,10 @@ def test_rows_of_one_slot_leave_one_of_them() -> None:
 
 
 @pytest.mark.parametrize("norm", NORMS)
-def test_nothing_is_touched_past_any_tensor(norm: Norm | None) -> None:
+@pytest.mark.parametrize("rotated", [24, 10])
+def test_nothing_is_touched_past_any_tensor(norm: Norm | None, rotated: int) -> None:
     """The last place of the cache is written; slots past it, which torch would refuse, go nowhere."""
-    case = Case(7, 9, 3, 24, norm=norm, dtype=torch.float16)
+    case = Case(7, 9, 3, 24, norm=norm, dtype=torch.float16, rotated=rotated)
     case.slots[0] = case.k.shape[0] * case.k.shape[1] - 1
     case.slots[1:] = torch.arange(6)
     for name in ("qkv", "cos", "sin", "slots", "k", "v", "weight"):
@@ -251,8 +289,12 @@ CACHE = torch.zeros(2, 4, 2, 8)
         ({"k_PBJH": CACHE.transpose(0, 1)}, "contiguous"),
         ({"v_PBJH": torch.zeros(2, 4, 1, 8)}, "both alike"),
         ({"k_PBJH": torch.zeros(2, 4, 2, 7), "v_PBJH": torch.zeros(2, 4, 2, 7)}, "heads must be even"),
-        ({"cos_T1H": torch.zeros(3, 1, 4)}, r"cos \[T, 1, H\] must be"),
-        ({"sin_T1H": torch.zeros(3, 1, 8).half()}, r"sin \[T, 1, H\] must be torch.float32"),
+        ({"cos_T1R": torch.zeros(2, 1, 8)}, r"cos \[T, 1, R\] must be"),
+        ({"cos_T1R": torch.zeros(3, 8)}, r"cos \[T, 1, R\] must be"),
+        ({"cos_T1R": torch.zeros(3, 1, 5)}, "even number of at most 8 elements"),
+        ({"cos_T1R": torch.zeros(3, 1, 10)}, "even number of at most 8 elements"),
+        ({"sin_T1R": torch.zeros(3, 1, 4)}, r"sin \[T, 1, R\] must be"),
+        ({"sin_T1R": torch.zeros(3, 1, 8).half()}, r"sin \[T, 1, R\] must be torch.float32"),
         ({"slots_T": torch.zeros(3, dtype=torch.int32)}, r"slots \[T\] must be torch.int64"),
         ({"slots_T": torch.zeros(2, dtype=torch.int64)}, r"slots \[T\] must be"),
         ({"weight_CH": torch.zeros(8)}, r"weight \[N \+ J, H\] must be"),

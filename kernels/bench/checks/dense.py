@@ -31,7 +31,8 @@ DIFFERENT: Final = 0.01
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Projection:
-    """What a model's fused projection holds, and what happens to it. ``kv``: the rows' own keys are returned, too."""
+    """What a model's fused projection holds, and what happens to it. ``kv``: the rows' own keys are returned, too.
+    ``rotated``: so many of the elements of a head are, None: all."""
 
     name: str
     heads: int
@@ -40,6 +41,8 @@ class Projection:
     norm: Literal["head", "projection"] | None = None
     clip: float | None = None
     kv: bool = False
+    rotated: int | None = None
+    interleaved: bool = False
 
 
 PROJECTIONS: Final = (
@@ -49,6 +52,12 @@ PROJECTIONS: Final = (
     Projection(name="clipped", heads=64, kv_heads=8, size=128, norm="projection", clip=1.5, kv=True),
     Projection(name="wide", heads=5, kv_heads=1, size=256, norm="head", clip=1.5),
     Projection(name="odd", heads=6, kv_heads=2, size=24, norm="head", kv=True),
+    Projection(name="glm-4.5", heads=96, kv_heads=8, size=128, norm="head", rotated=64),
+    Projection(name="minimax-m2", heads=48, kv_heads=8, size=128, norm="projection", rotated=64, kv=True),
+    Projection(name="odd part", heads=6, kv_heads=2, size=24, norm="head", rotated=10),
+    Projection(name="none rotated", heads=6, kv_heads=2, size=128, norm="head", rotated=0),
+    Projection(name="interleaved", heads=20, kv_heads=4, size=128, interleaved=True),
+    Projection(name="odd interleaved", heads=6, kv_heads=2, size=24, rotated=10, interleaved=True, kv=True),
 )
 
 
@@ -169,10 +178,11 @@ class _Inputs:
         self.weight_CH = None
         if case.norm is not None:
             self.weight_CH = random((case.heads + case.kv_heads, case.size), kind, device, seed=1)
-        angle_TI = random((rows, case.size // 2), torch.float32, device, seed=2) * 1000
+        rotated = case.size if case.rotated is None else case.rotated
+        angle_TI = random((rows, rotated // 2), torch.float32, device, seed=2) * 1000
         cos_TI, sin_TI = angle_TI.cos(), angle_TI.sin()
-        self.cos_T1H = torch.cat((cos_TI, cos_TI), dim=1).unsqueeze(1)
-        self.sin_T1H = torch.cat((-sin_TI, sin_TI), dim=1).unsqueeze(1)
+        self.cos_T1R = torch.cat((cos_TI, cos_TI), dim=1).unsqueeze(1)
+        self.sin_T1R = torch.cat((-sin_TI, sin_TI), dim=1).unsqueeze(1)
         generator = torch.Generator().manual_seed(3)
         self.slots_T = torch.randperm(blocks * BLOCK, generator=generator)[:rows].to(device)
         shape = (blocks, BLOCK, case.kv_heads, case.size)
@@ -184,8 +194,9 @@ class _Inputs:
         k, v = (part.to(kind, copy=True) for part in self.cache)
         weight_CH = None if self.weight_CH is None else self.weight_CH.to(kind)
         q_TNH, kv = qk_norm_rope_write(
-            self.qkv_TO.to(kind), self.cos_T1H, self.sin_T1H, k, v, self.slots_T,
+            self.qkv_TO.to(kind), self.cos_T1R, self.sin_T1R, k, v, self.slots_T,
             norm=case.norm or "head", weight_CH=weight_CH, eps=EPS, clip=case.clip, kv=case.kv,
+            interleaved=case.interleaved,
         )  # fmt: skip
         return q_TNH, k, v, *(kv or ())
 

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 
 def launch(
-    qkv_TO: Tensor, cos_T1H: Tensor, sin_T1H: Tensor, k_PBJH: Tensor, v_PBJH: Tensor, slots_T: Tensor, *,
-    norm: str, weight_CH: Tensor | None, eps: float, clip: float | None, kv: bool,
+    qkv_TO: Tensor, cos_T1R: Tensor, sin_T1R: Tensor, k_PBJH: Tensor, v_PBJH: Tensor, slots_T: Tensor, *,
+    norm: str, weight_CH: Tensor | None, eps: float, clip: float | None, kv: bool, interleaved: bool,
 ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:  # fmt: skip
     rows, (kv_heads, size) = len(qkv_TO), k_PBJH.shape[2:]
     heads = qkv_TO.shape[1] // size - 2 * kv_heads
@@ -25,7 +25,7 @@ def launch(
     qk_TCH = qk_TO.view(rows, heads + kv_heads, size)
     if weight_CH is not None and norm == "head":
         qk_TCH = F.rms_norm(qk_TCH, (size,), None, eps) * weight_CH
-    qk_TCH = _rotate(qk_TCH, cos_T1H, sin_T1H).to(qkv_TO.dtype)
+    qk_TCH = _rotate_first(qk_TCH, cos_T1R, sin_T1R, interleaved).to(qkv_TO.dtype)
     q_TNH, k_TJH = qk_TCH.split_with_sizes((heads, kv_heads), dim=1)
     v_TJH = v_TO.view(rows, kv_heads, size)
     for cache_PBJH, new_TJH in ((k_PBJH, k_TJH), (v_PBJH, v_TJH)):
@@ -40,7 +40,21 @@ def _norm_projections(qk_TO: Tensor, weight_O: Tensor, sizes: tuple[int, int], e
     return torch.cat([F.rms_norm(part_TO, part_O.shape, part_O, eps) for part_TO, part_O in parts], dim=1)
 
 
-def _rotate(x_TCH: Tensor, cos_T1H: Tensor, sin_T1H: Tensor) -> Tensor:
-    """Turn each pair (i, i + H/2) by its angle."""
-    swapped_TCH = x_TCH.roll(x_TCH.shape[-1] // 2, dims=-1)
-    return torch.addcmul(x_TCH * cos_T1H, swapped_TCH, sin_T1H)
+def _rotate_first(x_TCH: Tensor, cos_T1R: Tensor, sin_T1R: Tensor, interleaved: bool) -> Tensor:
+    """Rotate the first R of each head's elements, whose pairs are neighbours if ``interleaved``."""
+    rotated = cos_T1R.shape[2]
+    if rotated == x_TCH.shape[2] and not interleaved:
+        return _rotate(x_TCH, cos_T1R, sin_T1R)
+    x_TCR, others_TCI = x_TCH[..., :rotated], x_TCH[..., rotated:]
+    if interleaved:
+        halves_TCR = torch.cat((x_TCR[..., 0::2], x_TCR[..., 1::2]), dim=2)
+        x_TCR = torch.stack(_rotate(halves_TCR, cos_T1R, sin_T1R).chunk(2, dim=2), dim=3).flatten(2)
+    elif rotated:
+        x_TCR = _rotate(x_TCR, cos_T1R, sin_T1R)
+    return torch.cat((x_TCR, others_TCI.to(x_TCR.dtype)), dim=2)
+
+
+def _rotate(x_TCR: Tensor, cos_T1R: Tensor, sin_T1R: Tensor) -> Tensor:
+    """Turn each pair (i, i + R/2) by its angle."""
+    swapped_TCR = x_TCR.roll(x_TCR.shape[-1] // 2, dims=-1)
+    return torch.addcmul(x_TCR * cos_T1R, swapped_TCR, sin_T1R)

@@ -205,15 +205,15 @@ def normed(dtype: str, hidden: int, rows: int = 64, *, added: int = 1) -> None:
 
 def projected(
     dtype: str, heads: int, kv_heads: int, size: int, *, rows: int = 64, norm: Norm | None = "head",
-    clip: float | None = None, kv: bool = False,
+    clip: float | None = None, kv: bool = False, rotated: int | None = None, interleaved: bool = False,
 ) -> None:  # fmt: skip
-    kind = DTYPES[dtype]
+    kind, rotated = DTYPES[dtype], size if rotated is None else rotated
     qkv_TO = empty(rows, (heads + 2 * kv_heads) * size, dtype=kind)
     cache = [empty(4096, 16, kv_heads, size, dtype=kind) for _ in "kv"]
     weight_CH = None if norm is None else empty(heads + kv_heads, size, dtype=kind)
     qk_norm_rope_write(
-        qkv_TO, empty(rows, 1, size), empty(rows, 1, size), *cache, empty(rows, dtype=torch.int64),
-        norm=norm or "head", weight_CH=weight_CH, eps=1e-6, clip=clip, kv=kv,
+        qkv_TO, empty(rows, 1, rotated), empty(rows, 1, rotated), *cache, empty(rows, dtype=torch.int64),
+        norm=norm or "head", weight_CH=weight_CH, eps=1e-6, clip=clip, kv=kv, interleaved=interleaved,
     )  # fmt: skip
 
 
@@ -368,6 +368,10 @@ MORE: Calls = {
     "qk-bf16-plain": partial(projected, "bf16", 32, 8, 128, norm=None, kv=True),
     "qk-bf16-clipped": partial(projected, "bf16", 64, 8, 128, norm="projection", clip=8.0),
     "qk-fp16-odd": partial(projected, "fp16", 6, 2, 24, clip=8.0, kv=True),
+    "qk-bf16-part": partial(projected, "bf16", 96, 8, 128, rotated=64),
+    "qk-bf16-unrotated": partial(projected, "bf16", 64, 8, 128, rotated=0),
+    "qk-fp16-odd-part": partial(projected, "fp16", 6, 2, 24, norm=None, rotated=10, kv=True),
+    "qk-bf16-interleaved": partial(projected, "bf16", 20, 4, 128, norm=None, interleaved=True),
     **_experts("bf16", 1, 16, 512, name="-biases", bias=True, weights_on="input", activation="gelu"),
     **_experts("fp16", 16, 4096, name="-keep", bias=True, keep=True),
     **_experts("bf16", 1, 16, 4096, name="-int4", bits=4),

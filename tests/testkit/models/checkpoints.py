@@ -31,6 +31,13 @@ _COMMON: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 
+_ROUTED_BY_SIGMOID = _COMMON | {
+    "head_dim": 24,
+    "intermediate_size": 90,
+    "moe_intermediate_size": 36,
+    "num_experts_per_tok": 2,
+}
+
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": _COMMON
     | {
@@ -52,6 +59,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "mixtral": _COMMON | {"intermediate_size": 48, "num_local_experts": 4, "num_experts_per_tok": 2},
     "olmoe": _COMMON | {"intermediate_size": 48, "num_experts": 8, "num_experts_per_tok": 2, "clip_qkv": 8.0},
+    "glm4_moe": _ROUTED_BY_SIGMOID
+    | {
+        "n_routed_experts": 8,
+        "n_group": 2,
+        "topk_group": 1,
+        "use_qk_norm": True,
+        "attention_bias": True,
+        "routed_scaling_factor": 2.5,
+    },
+    "solar_open": _ROUTED_BY_SIGMOID | {"n_routed_experts": 8},
+    "dots1": _ROUTED_BY_SIGMOID
+    | {"n_routed_experts": 8, "n_shared_experts": 2, "sliding_window": 21, "max_window_layers": 1},
+    "minimax_m2": _ROUTED_BY_SIGMOID | {"num_local_experts": 8, "intermediate_size": 36, "rotary_dim": 10},
+    "exaone_moe": _ROUTED_BY_SIGMOID
+    | {"num_experts": 8, "sliding_window": 21, "layer_types": ["sliding_attention", "full_attention"]},
+    "hy_v3": _ROUTED_BY_SIGMOID | {"num_experts": 8, "router_scaling_factor": 1.5},
+    "ernie4_5_moe": _ROUTED_BY_SIGMOID | {"moe_num_experts": 8, "moe_k": 2},
 }
 
 
@@ -61,8 +85,9 @@ def save_checkpoint(folder: Path, family: str, seed: int = 0, **overrides: Any) 
     config = CONFIG_MAPPING[family](**(FAMILIES[family] | overrides))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(_random_weight(name, parameter))
+        for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
+            if isinstance(parameter, torch.nn.Parameter) or name.endswith("correction_bias"):
+                parameter.copy_(_random_weight(name, parameter))
     model.save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     return folder
@@ -70,7 +95,7 @@ def save_checkpoint(folder: Path, family: str, seed: int = 0, **overrides: Any) 
 
 def _random_weight(name: str, parameter: torch.Tensor) -> torch.Tensor:
     noise = torch.randn_like(parameter)
-    if parameter.ndim == 1:
+    if parameter.ndim == 1 or name.endswith("correction_bias"):
         return noise * 0.1 + (1.0 if "norm" in name else 0.0)
     scale = parameter.shape[-1] ** -0.5
     if "lm_head" in name:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 
 import httpx
@@ -29,9 +30,13 @@ def oracles_answers(
     return answers
 
 
-async def complete_all(server: Server, prompts: list[list[int]], count: int) -> list[list[int]]:
-    body = {"model": "tiny", "temperature": 0, "ignore_eos": True, "return_token_ids": True, "max_tokens": count}
-    async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
-        asked = (client.post("/v1/completions", json=body | {"prompt": prompt}) for prompt in prompts)
+async def complete_all(server: Server, prompts: list[list[int]], count: int | Sequence[int]) -> list[list[int]]:
+    """Ask for a greedy answer to each of ``prompts`` at once, of ``count`` tokens, or of its own number of them."""
+    counts = [count] * len(prompts) if isinstance(count, int) else count
+    body = {"model": "tiny", "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    bodies = [body | {"prompt": prompt, "max_tokens": own} for prompt, own in zip(prompts, counts, strict=True)]
+    limits = httpx.Limits(max_connections=len(bodies))
+    async with httpx.AsyncClient(base_url=server.url, limits=limits, timeout=120) as client:
+        asked = (client.post("/v1/completions", json=body) for body in bodies)
         found = await asyncio.gather(*asked)
     return [response.raise_for_status().json()["choices"][0]["token_ids"] for response in found]

@@ -48,6 +48,65 @@ QWEN2: dict[str, Any] = {
 }
 MIXTRAL: dict[str, Any] = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
 OLMOE: dict[str, Any] = {"model_type": "olmoe", "num_experts": 8, "num_experts_per_tok": 4}
+GLM4: dict[str, Any] = {
+    "model_type": "glm4_moe",
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 18,
+    "n_shared_experts": 1,
+    "head_dim": 24,
+    "use_qk_norm": True,
+    "attention_bias": True,
+    "routed_scaling_factor": 2.5,
+}
+SOLAR: dict[str, Any] = {
+    "model_type": "solar_open",
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 18,
+    "head_dim": 24,
+}
+DOTS1: dict[str, Any] = {
+    "model_type": "dots1",
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 18,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "head_dim": 24,
+    "routed_scaling_factor": 1.5,
+}
+MINIMAX: dict[str, Any] = {
+    "model_type": "minimax_m2",
+    "intermediate_size": 18,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "head_dim": 24,
+    "rotary_dim": 10,
+}
+EXAONE: dict[str, Any] = {
+    "model_type": "exaone_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 18,
+    "num_hidden_layers": 4,
+    "sliding_window": 9,
+}
+HUNYUAN3: dict[str, Any] = {
+    "model_type": "hy_v3",
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 18,
+    "head_dim": 24,
+    "router_scaling_factor": 1.5,
+}
+ERNIE: dict[str, Any] = {
+    "model_type": "ernie4_5_moe",
+    "moe_num_experts": 8,
+    "moe_k": 3,
+    "moe_intermediate_size": 18,
+    "moe_num_shared_experts": 2,
+}
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 500.0,
@@ -76,6 +135,35 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "mixtral-linear": MIXTRAL | {"rope_parameters": {"rope_type": "linear", "factor": 2.5, "rope_theta": 1000.0}},
     "olmoe": OLMOE,
     "olmoe-clipped": OLMOE | {"clip_qkv": 0.4, "norm_topk_prob": True, "attention_bias": True},
+    "glm4": GLM4,
+    "glm4-groups": GLM4 | {"n_group": 4, "topk_group": 2, "norm_topk_prob": False, "tie_word_embeddings": True},
+    "glm4-plain": GLM4
+    | {"use_qk_norm": False, "attention_bias": False, "first_k_dense_replace": 2, "n_shared_experts": 2},
+    "glm4-yarn": GLM4
+    | {"rope_parameters": YARN_ROPE | {"partial_rotary_factor": 0.75}, "first_k_dense_replace": 0, "n_group": 2},
+    "glm4-one-kv-head": GLM4 | {"num_key_value_heads": 1, "partial_rotary_factor": 0.42, "attention_bias": False},
+    "solar": SOLAR,
+    "solar-groups": SOLAR | {"attention_bias": True, "n_group": 2, "topk_group": 1},
+    "dots1": DOTS1,
+    "dots1-window": DOTS1
+    | {"sliding_window": 9, "max_window_layers": 1, "attention_bias": True, "norm_topk_prob": True, "n_group": 2},
+    "minimax": MINIMAX,
+    "minimax-whole": MINIMAX | {"rotary_dim": 24, "num_key_value_heads": 4, "tie_word_embeddings": True},
+    "exaone": EXAONE,
+    "exaone-unrotated": EXAONE | {"layer_types": ["full_attention"] * 4},
+    "exaone-mixed-layers": EXAONE
+    | {
+        "head_dim": 24,
+        "n_group": 2,
+        "layer_types": ["full_attention", "sliding_attention"] * 2,
+        "mlp_layer_types": ["sparse", "dense", "sparse", "sparse"],
+    },
+    "hunyuan3": HUNYUAN3,
+    "hunyuan3-bias": HUNYUAN3 | {"attention_bias": True, "mlp_layer_types": ["sparse", "dense", "sparse"]},
+    "ernie": ERNIE,
+    "ernie-mixed-layers": ERNIE
+    | {"num_hidden_layers": 5, "moe_layer_interval": 2, "moe_layer_end_index": 3, "tie_word_embeddings": False},
+    "ernie-one-kv-head": ERNIE | {"head_dim": 24, "num_key_value_heads": 1, "moe_num_shared_experts": 0},
     "olmoe-dynamic": OLMOE | {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1000.0}},
 }
 
@@ -87,7 +175,8 @@ def save_model(folder: Path, config: dict[str, Any], *, shard_size: str = "1GB")
     torch.manual_seed(len(json.dumps(config)))
     values = {key: value for key, value in (BASE | config).items() if key != "model_type"}
     model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[config["model_type"]](**values)).float().eval()
-    for name, parameter in model.named_parameters():
+    routers = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
+    for name, parameter in [*model.named_parameters(), *routers]:
         # Norms and biases away from 1 and 0, weights that keep the size of what passes through them.
         scale, mean = (0.3, 1.0) if "norm" in name else (parameter.shape[-1] ** -0.5, 0.0)
         torch.nn.init.normal_(parameter, mean=mean, std=scale)

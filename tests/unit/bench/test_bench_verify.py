@@ -27,6 +27,7 @@ FEW = [
     "attention graph fp32",
     "add_rms_norm fp16 100 rows 17",
     "qk_norm_rope odd fp16 rows 17",
+    "qk_norm_rope odd interleaved fp16 rows 17",
     "chain fp32 rows 1",
 ]
 

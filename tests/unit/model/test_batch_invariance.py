@@ -15,7 +15,17 @@ from torch import Tensor
 from services.model import tiled_attention
 from services.model.products import FastestProducts, InvariantProducts, Products, products_of
 
-FAMILIES = ("qwen3", "qwen2-odd-widths", "qwen2-window", "mixtral-window", "mixtral-llama3", "olmoe-clipped")
+FAMILIES = (
+    "qwen3",
+    "qwen2-odd-widths",
+    "qwen2-window",
+    "mixtral-window",
+    "mixtral-llama3",
+    "olmoe-clipped",
+    "glm4-groups",
+    "ernie",
+    "exaone",
+)
 LENGTH, BLOCK = 83, 4
 CHUNKS = (1, 1, 1, 2, 3, 5, 8, 16, 17, 31, 40)
 

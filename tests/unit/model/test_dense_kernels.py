@@ -34,7 +34,18 @@ def logits_of(folder: Path, path: backend.Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen3-mixed-layers", "qwen3-one-kv-head", "qwen2-renormalised", "mixtral-window", "olmoe-clipped"]
+    "name",
+    [
+        "qwen3-mixed-layers",
+        "qwen3-one-kv-head",
+        "qwen2-renormalised",
+        "mixtral-window",
+        "olmoe-clipped",
+        "glm4-groups",
+        "minimax",
+        "exaone",
+        "ernie",
+    ],
 )
 def test_logits_are_those_of_plain_torch(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_model(tmp_path, CONFIGS[name])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from testkit.models.tiny_models import MIXTRAL, OLMOE, QWEN2, QWEN3, ServingPath, save_model
+from testkit.models.tiny_models import ERNIE, GLM4, MINIMAX, MIXTRAL, OLMOE, QWEN2, QWEN3, ServingPath, save_model
 
 from services.model.reference import ReferenceModel
 
@@ -65,10 +65,15 @@ def test_whole_prompt_at_once_equals_token_by_token(checkpoint: tuple[Path, Any]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("family", [QWEN3, QWEN2, MIXTRAL, OLMOE], ids=lambda family: family["model_type"])
+@pytest.mark.parametrize(
+    "family", [QWEN3, QWEN2, MIXTRAL, OLMOE, GLM4, MINIMAX, ERNIE], ids=lambda family: family["model_type"]
+)
 def test_half_precision_serves_the_same_model(tmp_path: Path, family: dict[str, Any], dtype: torch.dtype) -> None:
     """Every expert is chosen, because rounding would choose others now and then and change a token altogether."""
-    save_model(tmp_path, family | {"num_experts_per_tok": 4, "num_experts": 4, "num_local_experts": 4})
+    chosen = dict.fromkeys(("num_experts_per_tok", "moe_k"), 4)
+    experts = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4)
+    known = {**family, "num_experts_per_tok": 0, "num_experts": 0, "num_local_experts": 0}
+    save_model(tmp_path, family | {key: value for key, value in (chosen | experts).items() if key in known})
     reference = ReferenceModel.load(tmp_path)
     served = serve_in_pieces(ServingPath(tmp_path, dtype=dtype), PROMPTS, torch.Generator().manual_seed(6))
     for prompt, logits_TV in zip(PROMPTS, served, strict=True):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from testkit.models.quantised_checkpoints import Quantised, quantise, together
 from testkit.models.quantisers import FORMATS
-from testkit.models.tiny_models import MIXTRAL, OLMOE, QWEN2, QWEN3, ServingPath, save_model
+from testkit.models.tiny_models import GLM4, MINIMAX, MIXTRAL, OLMOE, QWEN2, QWEN3, ServingPath, save_model
 
 from services.model.checkpoint import Checkpoint
 from services.model.load_spec import load_spec
@@ -25,6 +25,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": QWEN2 | {"moe_intermediate_size": 40, "shared_expert_intermediate_size": 72, "num_experts": 3},
     "mixtral": MIXTRAL | {"intermediate_size": 40, "num_local_experts": 2, "num_experts_per_tok": 1},
     "olmoe": OLMOE | {"intermediate_size": 56, "attention_bias": True},
+    "glm4": GLM4 | {"moe_intermediate_size": 40, "n_routed_experts": 3, "num_experts_per_tok": 2},
+    "minimax": MINIMAX | {"intermediate_size": 40, "num_local_experts": 2, "num_experts_per_tok": 1},
 }
 TOKENS = [3, 90, 17, 44, 5, 61, 8, 8, 29, 70, 11]
 

@@ -60,6 +60,17 @@ MIXTRAL = {
     "vocab_size": 32_000,
     "max_position_embeddings": 32_768,
 }
+GLM4 = {
+    "model_type": "glm4_moe",
+    "num_attention_heads": 96,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "attention_bias": True,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "vocab_size": 151_552,
+    "max_position_embeddings": 131_072,
+}
 EXAMPLES = {
     "OLMoE-1B-7B": OLMOE | {"model_type": "olmoe", "intermediate_size": 1024},
     "Qwen1.5-MoE-A2.7B": QWEN2_MOE
@@ -76,6 +87,42 @@ EXAMPLES = {
     | {"hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32, "num_attention_heads": 32},
     "Mixtral-8x22B": MIXTRAL
     | {"hidden_size": 6144, "intermediate_size": 16_384, "num_hidden_layers": 56, "num_attention_heads": 48},
+    "GLM-4.5-Air": GLM4
+    | {"hidden_size": 4096, "moe_intermediate_size": 1408, "intermediate_size": 10_944, "num_hidden_layers": 46}
+    | {"n_routed_experts": 128, "first_k_dense_replace": 1},
+    "GLM-4.6": GLM4
+    | {"hidden_size": 5120, "moe_intermediate_size": 1536, "intermediate_size": 12_288, "num_hidden_layers": 92}
+    | {"n_routed_experts": 160, "first_k_dense_replace": 3, "use_qk_norm": True},
+    "MiniMax-M2": {
+        "model_type": "minimax_m2",
+        "hidden_size": 3072,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 62,
+        "num_attention_heads": 48,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "rotary_dim": 64,
+        "num_local_experts": 256,
+        "num_experts_per_tok": 8,
+        "vocab_size": 200_064,
+        "max_position_embeddings": 196_608,
+        "tie_word_embeddings": False,
+    },
+    "ERNIE-4.5-21B-A3B": {
+        "model_type": "ernie4_5_moe",
+        "hidden_size": 2560,
+        "intermediate_size": 12_288,
+        "moe_intermediate_size": 1536,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 20,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "moe_num_experts": 64,
+        "moe_k": 6,
+        "vocab_size": 103_424,
+        "max_position_embeddings": 131_072,
+        "tie_word_embeddings": True,
+    },
 }
 """Shapes of the examples in the README, of their config.json."""
 
