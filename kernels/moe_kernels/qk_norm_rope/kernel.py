@@ -1,7 +1,7 @@
 """Kernel of :mod:`moe_kernels.qk_norm_rope.op`: a program takes some heads of a row, all queries, all keys or values.
 
 It holds the two elements of each pair in two tiles, low and high, so that a pair that is turned lies in one thread.
-What is not turned is halved, too, and comes after the pairs.
+What is not turned is in two tiles, too, after the pairs.
 Legend: as in :mod:`moe_kernels.qk_norm_rope.op`; here C is the heads of a program, and I = H / 2 the columns of a tile.
 """
 
@@ -38,9 +38,9 @@ def qk_norm_rope_kernel(
     """Axis 0: the row. Axis 1: Q_PARTS programs of BLOCK_C query heads each, then K_PARTS of key heads, then K_PARTS of
     value heads. NORM: "", "head" (over a row of the tile) or "projection" (over the whole tile, which is one part).
 
-    PAIRS of a head are turned. Column i of the low tile is element i, or 2i if INTERLEAVED, and its partner is PAIRS
-    elements behind, or the next one. From column PAIRS on it is element PAIRS + i, and the high tile has the one
-    HALF - PAIRS behind.
+    PAIRS of a head are turned. Column i of the low tile is element i, and its partner in the high one is PAIRS elements
+    behind; from column PAIRS on it is element PAIRS + i, and the other HALF - PAIRS behind. If INTERLEAVED, they are
+    elements 2i and 2i + 1 in any column.
 
     Example: N 32, J 4, BLOCK_C 8: programs 0..3 take queries, 4 the keys, 5 the values. HALF 4, PAIRS 1: the low tile
     holds elements 0, 2, 3, 4, the high one 1, 5, 6, 7.
@@ -59,8 +59,7 @@ def qk_norm_rope_kernel(
     mask_CI = (head_C < count)[:, None] & inside_I[None, :]
     turned_I = column_I < PAIRS
     if INTERLEAVED:
-        element_I = tl.where(turned_I, 2 * column_I, PAIRS + column_I)
-        apart_1I = tl.where(turned_I, 1, HALF - PAIRS)[None, :]
+        element_I, apart_1I = 2 * column_I, 1
     elif PAIRS == HALF:
         element_I, apart_1I = column_I, HALF
     else:

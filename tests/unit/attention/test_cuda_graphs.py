@@ -13,6 +13,7 @@ import pytest
 import torch
 from testkit.gpu.decode_bench import load, request, run
 from testkit.gpu.recorded_graph import record
+from testkit.models.tiny_models import CONFIGS, save_model
 
 from moe_kernels import backend
 from services.attention.step.engine import Engine
@@ -204,6 +205,16 @@ def test_a_window(tiny: Any, make_engine: MakeEngine, tmp_path: Path) -> None:
     found = tokens(graphs)
     assert found == tokens(eager)
     assert found != tokens(make_engine()), "the window changes nothing: these prompts do not show it"
+    assert graphs.stats().graph_steps == graphs.stats().steps > 0
+
+
+@pytest.mark.parametrize("name", ["glm4-groups", "exaone", "ernie"])
+def test_routers_with_a_bias_and_other_rotations(name: str, make_engine: MakeEngine, tmp_path: Path) -> None:
+    save_model(tmp_path, CONFIGS[name])
+    parts = load(tmp_path, torch.device("cpu"), torch.float32)
+    eager, graphs = (make_engine(model=parts.model, link=parts.link(), capture=capture) for capture in (None, record))
+    graphs.prepare()
+    assert tokens(graphs) == tokens(eager)
     assert graphs.stats().graph_steps == graphs.stats().steps > 0
 
 
