@@ -28,7 +28,7 @@ class Quantised:
 
 
 def is_linear(name: str, tensor: Tensor) -> bool:
-    return tensor.ndim == 2 and "embed_tokens" not in name and not name.endswith(ROUTERS)
+    return tensor.ndim == 2 and "embed_tokens" not in name and not name.endswith((*ROUTERS, "_bias"))
 
 
 def quantise(plain: Path, to: Path, form: Format) -> Quantised:
