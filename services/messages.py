@@ -31,7 +31,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     ``seed`` and ``choice`` key the Gumbel noise together with the position and the token, so a draw depends
     on nothing else. ``logprobs`` asks for that many alternatives per generated token (0: the drawn token's
     log-probability alone); ``prompt_logprobs`` for the same of every prompt token (OpenAI's ``echo``).
-    ``speculation`` says whether tokens may be drafted, which changes no token.
+    ``speculation`` says whether tokens may be drafted; how they are chosen stays the same.
     """
 
     max_tokens: int

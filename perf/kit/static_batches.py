@@ -72,6 +72,8 @@ class Proxy:
                     await self._pass_on(request, writer)
             else:
                 await self._pass_on(request, writer)
+        except asyncio.CancelledError:
+            pass  # the proxy ends: Python 3.11 would log it as an error of its own
         except (OSError, asyncio.IncompleteReadError):
             pass  # a client that left, or a server that is not up yet: the connection ends, which says it
         finally:

@@ -129,7 +129,7 @@ class GenerationBody(Body, frozen=True, kw_only=True):
     ] = None
     speculation: Annotated[
         Literal["auto", "off"] | None,
-        Meta(description="Whether tokens may be drafted, where the server drafts: no answer changes by it."),
+        Meta(description="Whether tokens may be drafted, where the server drafts. How they are chosen stays the same."),
     ] = None
     return_token_ids: Annotated[bool | None, Meta(description="Add `token_ids` to every choice.")] = None
     user: Annotated[

@@ -20,9 +20,6 @@ class HeldLinears:
     kinds: tuple[tuple[str, Kind], ...] = ()
     label: str = ""
 
-    def of(self, name: str) -> Kind | None:
-        return dict(self.kinds).get(name)
-
     @property
     def title(self) -> str:
         """The label, for messages."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from services.errors import CheckpointError, UnsupportedModel
 from services.model.configfile import ConfigFile, read_config, read_generation_config
-from services.model.family_configs import FAMILIES
+from services.model.family_configs import END_TOKENS, FAMILIES
 from services.model.spec import ModelSpec
 
 MAX_EXPERTS = 1 << 18
@@ -22,6 +22,8 @@ def spec_from_config(model_dir: Path) -> ModelSpec:
         raise _unknown(family, config)
     _refuse_unsupported(config)
     eos_token_ids = read_generation_config(model_dir).integers("eos_token_id") or config.integers("eos_token_id")
+    if "eos_token_id" not in config.values:
+        eos_token_ids = eos_token_ids or END_TOKENS.get(family, ())
     spec = FAMILIES[family](config, eos_token_ids)
     _check(spec, config)
     return spec

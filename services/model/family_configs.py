@@ -143,10 +143,9 @@ def _solar_open(config: ConfigFile, eos: EndTokens) -> ModelSpec:
 def _dots1(config: ConfigFile, eos: EndTokens) -> ModelSpec:
     bias = config.flag("attention_bias", default=False)
     window = config.optional_count("sliding_window", default=DEFAULT_WINDOW)
-    windows: list[int | None] = [None] * layer_count(config)
-    if window is not None:
-        last = whole_number(config, "max_window_layers", 62)
-        windows = windows_by_type(config, [at >= last for at in range(len(windows))], window)
+    last = whole_number(config, "max_window_layers", 62)
+    sliding = [window is not None and at >= last for at in range(layer_count(config))]
+    windows = windows_by_type(config, sliding, window)
     expert_ffn = config.count("moe_intermediate_size", default=1408)
     return build(
         config,
@@ -193,6 +192,8 @@ def _exaone_moe(config: ConfigFile, eos: EndTokens) -> ModelSpec:
     # Published ones write the pattern in letters, beside the list that it stands for.
     each = 0 if config.strings("layer_types") else config.count("sliding_window_pattern", default=4)
     sliding = [bool(each and (at + 1) % each) for at in range(layer_count(config))]
+    if config.values.get("sliding_window", DEFAULT_WINDOW) is None:
+        raise config.wrong("sliding_window", "a whole number above 0", None)
     windows = windows_by_type(config, sliding, config.count("sliding_window", default=DEFAULT_WINDOW))
     layers = sparse_by_list(config, whole_number(config, "first_k_dense_replace", 1), windows)
     expert_ffn = config.count("moe_intermediate_size", default=1024)
@@ -289,3 +290,5 @@ FAMILIES: Mapping[str, Callable[[ConfigFile, EndTokens], ModelSpec]] = {
     "solar_open": _solar_open,
 }
 """How ``config.json`` of each family is read: by the name in ``model_type``, given the tokens that end a sequence."""
+END_TOKENS: Mapping[str, EndTokens] = {"ernie4_5_moe": (2,), "exaone_moe": (53,), "minimax_m2": (200_020,)}
+"""Tokens that end a sequence of families whose ``config.json`` need not name one."""

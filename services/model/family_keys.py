@@ -101,6 +101,9 @@ def refuse_others(config: ConfigFile, key: str, *accepted: object) -> None:
 
 def whole_number(config: ConfigFile, key: str, default: int) -> int:
     """Return a whole number that may be 0, as null is."""
+    value = config.values.get(key)
+    if isinstance(value, int) and value < 0:
+        raise config.wrong(key, "a whole number from 0 on", value)
     return config.optional_count(key, default=default) or 0
 
 
@@ -171,10 +174,16 @@ def alternating_windows(config: ConfigFile) -> list[int | None]:
     return windows_by_type(config, sliding, config.count("sliding_window", default=DEFAULT_WINDOW))
 
 
-def windows_by_type(config: ConfigFile, sliding: list[bool], window: int) -> list[int | None]:
-    """``layer_types`` says which layers have ``window``; without it those where ``sliding`` is true."""
+def windows_by_type(config: ConfigFile, sliding: list[bool], window: int | None) -> list[int | None]:
+    """``layer_types`` says which layers have ``window``; without it those where ``sliding`` is true.
+
+    Raises:
+        CheckpointError: there is no window, and a layer that has one.
+    """
     types = _by_layer(config, "layer_types", "full_attention", "sliding_attention")
     chosen = [kind == "sliding_attention" for kind in types] if types else sliding
+    if window is None and any(chosen):
+        raise config.wrong("sliding_window", "a whole number above 0, for layers of sliding attention", None)
     return [window if one else None for one in chosen]
 
 

@@ -6,7 +6,7 @@ All experts of a layer are held alike, so that what is decided is the same for w
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -62,12 +62,18 @@ def _log_dense(spec: ModelSpec, kinds: Mapping[int, Kind | None], stored: Stored
     dense = [layer for layer, kind in kinds.items() if kind is None]
     if not dense:
         return
-    found = {name: stored(name) for name in _names(spec, dense[0])}
+    why = why_dense(_names(spec, dense[0]), stored)
+    log.info("experts of %d of %d layers are held dense: %s", len(dense), len(kinds), why)
+
+
+def why_dense(names: Sequence[str], stored: StoredKind) -> str:
+    """Return which tensor keeps those of ``names``, which are held in one form or not at all, dense."""
+    found = {name: stored(name) for name in names}
     usual = next(iter(found.values()))
     name = next(name for name, kind in found.items() if kind is None or kind != usual)
     how = f"is stored in {found[name]}" if found[name] else "is not stored in a form that kernels take"
     others = f", others of its layer are in {usual}" if usual else ""
-    log.info('experts of %d of %d layers are held dense: "%s" %s%s', len(dense), len(kinds), name, how, others)
+    return f'"{name}" {how}{others}'
 
 
 def check_slices(spec: ModelSpec, count: int) -> None:

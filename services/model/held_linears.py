@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from services.config import DenseFormat
 from services.model.dense_format import NO_LINEARS, HeldLinears, linears_held
 from services.model.expert_format import Kind
-from services.model.held_experts import StoredKind
+from services.model.held_experts import StoredKind, why_dense
 from services.model.names import LM_HEAD, FfnNames, TensorNames, dense_shapes
 from services.model.spec import ModelSpec
 
@@ -74,14 +74,19 @@ def linears(spec: ModelSpec) -> Iterator[Linear]:
 
 
 def held_linears(spec: ModelSpec, choice: DenseFormat, stored: StoredKind) -> HeldLinears:
-    """Return how linear layers are held."""
-    if choice == "dense" or spec.quantisation is None:
+    """Return how linear layers are held, and log which are not as they are stored."""
+    if choice == "dense":
+        return NO_LINEARS
+    if spec.quantisation is None:
+        log.warning("--dense-format %s changes nothing: the checkpoint is not quantised", choice)
         return NO_LINEARS
     kinds = {linear.name: _as_stored(linear, stored) for linear in linears(spec)}
     if kinds.get(LM_HEAD) is None:
         kinds.pop(LM_HEAD, None)  # tools mostly leave it as it is, which makes no mixture of the others
     count = sum(kind is not None for kind in kinds.values())
-    log.info("%d of %d linear layers outside of experts are held as they are stored", count, len(kinds))
+    dense = next((linear for linear in linears(spec) if kinds.get(linear.name, linear) is None), None)
+    why = "" if dense is None else f"; {why_dense(dense.names, stored)}"
+    log.info("%d of %d linear layers outside of experts are held as they are stored%s", count, len(kinds), why)
     return linears_held(kinds)
 
 

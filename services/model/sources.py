@@ -75,7 +75,7 @@ def kind_of(name: str, entries: Mapping[str, TensorEntry], sources: Mapping[str,
         return None
     source = sources[name]
     types = {part: entries[stored.name].dtype for part, stored in source.parts.items()}
-    return _holdable(name, stored_kind(source.format, source.shape, source.parts, types))
+    return stored_kind(source.format, source.shape, source.parts, types)
 
 
 def _holdable(name: str, kind: Kind | None) -> Kind | None:

@@ -35,8 +35,11 @@ class StoredKinds:
         self._sorts: dict[str, bool | None] = {}
         self._zeros: dict[str, bool] = {}
         self._samples: dict[str, list[str]] = {}
+        self._experts: dict[str, dict[str, list[str]]] = {}
         for name in sources:
             layer, found, expert = name.partition(EXPERTS)
+            if found:
+                self._experts.setdefault(layer, {}).setdefault(expert.partition(".")[0], []).append(name)
             if found and expert.startswith("0."):
                 self._samples.setdefault(layer, []).append(name)
 
@@ -47,14 +50,14 @@ class StoredKinds:
             return None
         if not found:
             zeros = kind.zeros or self._has_zeros(name)
-            return None if self._in_order_of_its_own(name, kind) else replace(kind, zeros=zeros)
+            return None if self._in_order_of_its_own(name, kind) else replace(kind.folded, zeros=zeros)
         if layer not in self._zeros:
             self._zeros[layer] = any(map(self._has_zeros, self._samples.get(layer, [])))
         kind = replace(kind, zeros=kind.zeros or self._zeros[layer])
         if not kind.group or "order" not in self._sources[name].parts:
             return kind
         if layer not in self._sorts:
-            self._sorts[layer] = self._layer_sorts(self._samples.get(layer, []))
+            self._sorts[layer] = self._any_sorts(layer, promised=kind.ordered)
         sorts = self._sorts[layer]
         return None if sorts is None else replace(kind, ordered=sorts)
 
@@ -71,6 +74,16 @@ class StoredKinds:
         usual = middle if form.bits == 8 else middle * 0x11
         entry = self._entries[source.parts["zeros"].name]
         return _bytes(entry).count(usual) < entry.nbytes
+
+    def _any_sorts(self, layer: str, *, promised: bool) -> bool | None:
+        """Return what the first expert says; where that is nothing, though config.json has an order, the first that
+        does: tools leave the columns of an expert that no token met in order."""
+        sorts: bool | None = False
+        for names in self._experts[layer].values() if promised else [self._samples.get(layer, [])]:
+            sorts = self._layer_sorts(names)
+            if sorts is not False:
+                break
+        return sorts
 
     def _layer_sorts(self, names: Sequence[str]) -> bool | None:
         """Return whether columns lie in an order of their own; None where it is none that a layer can be held in: of

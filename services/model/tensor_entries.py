@@ -53,8 +53,23 @@ def _check(entries: Mapping[str, TensorEntry], sources: Mapping[str, Source], mo
             f"has no place for {_listed(unexpected, 'tensor')}.",
             hint="config.json and weights must come from the same checkpoint: download both again.",
         )
+    _check_layers_behind(entries, model_dir, spec)
     for name, shape in expected.items():
         _check_tensor(name, entries[name], shape)
+
+
+def _check_layers_behind(entries: Mapping[str, TensorEntry], model_dir: Path, spec: ModelSpec) -> None:
+    """Refuse a layer behind the last one that has the same tensors: it predicts nothing further ahead."""
+    last, behind = (
+        {name.removeprefix(start) for name in entries if name.startswith(start)}
+        for start in (f"model.layers.{spec.num_layers - 1}.", f"model.layers.{spec.num_layers}.")
+    )
+    if last == behind:
+        raise CheckpointError(
+            f'{model_dir}: "num_hidden_layers" of config.json is {spec.num_layers}, but the files hold another such '
+            f"layer, model.layers.{spec.num_layers}.",
+            hint="config.json and weights must come from the same checkpoint: download both again.",
+        )
 
 
 def _check_tensor(name: str, entry: TensorEntry, shape: Shape) -> None:

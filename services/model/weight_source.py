@@ -19,6 +19,7 @@ from torch import Tensor
 
 from moe_kernels import QuantisedWeight
 from services.config import DenseFormat, ExpertFormat
+from services.errors import ConfigError
 from services.model.checkpoint import Checkpoint
 from services.model.expert_format import Kind
 from services.model.held_experts import held_experts
@@ -142,8 +143,12 @@ class RandomWeights:
     seed: int = 0
 
     def spec(self, folder: Path, expert_format: ExpertFormat, dense_format: DenseFormat = "dense") -> ModelSpec:
-        del dense_format  # of what is stored quantised, which nothing here is
         spec = load_spec(folder)
+        if dense_format == "stored" and spec.quantisation is not None:
+            raise ConfigError(
+                "--dense-format stored holds what a checkpoint has, and random weights are none.",
+                hint="Leave it out, or load a checkpoint.",
+            )
         promised = promised_kinds(spec)
 
         def rounded(name: str) -> Kind | None:

@@ -235,7 +235,8 @@ def _say(ready: bool, own: bool, settings: Settings, place: Place, url: str) -> 
     elif not own:
         goes_on = "" if ready else "The application goes on starting: "
         print(
-            f"{goes_on}`expertmesh ray status` shows its processes, `expertmesh ray down --name {place.name}` ends it."
+            f"{goes_on}`expertmesh ray status --name {place.name}` shows its processes, "
+            f"`expertmesh ray down --name {place.name}` ends it."
         )
 
 

@@ -67,12 +67,19 @@ class Placement:
         if packed := [unit for unit in waiting if self.pack_of(unit) in unplaced]:
             needs = self._arguments.resources_of(packed[0].role)
             each = f"{needs.cpus:g} CPU and {self.gpus(packed[0]):g} GPU"
-            group = f"{packed[0].pack} waits for one node with room for {len(packed)} x ({each})"
-            return f"{group}; the largest has {_largest()}"
+            groups = Counter(str(unit.pack) for unit in packed)
+            said = [f"{pack} waits for one node with room for {count} x ({each})" for pack, count in groups.items()]
+            return f"{'; '.join(said)}; the largest has {_largest()}"
         free = resources(free=True) if waiting else {}
         wanted: Counter[str] = Counter()
         for unit in waiting:
-            wanted.update({"CPU": self._arguments.resources_of(unit.role).cpus, "GPU": self.gpus(unit)})
+            needs = self._arguments.resources_of(unit.role)
+            reserved = {"CPU": needs.cpus, "GPU": self.gpus(unit)} | needs.resources
+            if not any(_holds(node, reserved, needs.labels) for node in nodes()):
+                amounts = " and ".join(f"{amount:g} {name}" for name, amount in reserved.items() if amount)
+                labels = "".join(f", {name}={value}" for name, value in needs.labels.items())
+                return f"{unit.name} waits for a node with {amounts}{labels}, which no node has"
+            wanted.update(reserved)
         lacks = {name: need for name, need in wanted.items() if need > free.get(name, 0)}
         short = [f"{free.get(name, 0):g} of {need:g} {name}" for name, need in lacks.items()]
         if not short:
@@ -85,6 +92,11 @@ def _largest() -> str:
     found = [each["Resources"] for each in nodes()]
     largest: Mapping[str, float] = max(found, key=lambda each: (each.get("GPU", 0), each.get("CPU", 0)), default={})
     return f"{largest.get('CPU', 0):g} CPU and {largest.get('GPU', 0):g} GPU"
+
+
+def _holds(node: Mapping[str, Any], reserved: Mapping[str, float], labels: Mapping[str, str]) -> bool:
+    total = node["Resources"]
+    return _has_labels(node, labels) and all(total.get(name, 0) >= amount for name, amount in reserved.items())
 
 
 def _has_labels(node: Mapping[str, Any], labels: Mapping[str, str]) -> bool:

@@ -29,7 +29,8 @@ _INSTEAD = "call it under torch.no_grad() or inference_mode()"
 
 @backend.eager
 def quantised_linear(x_TI: Tensor, weight: QuantisedWeight, bias_O: Tensor | None = None) -> Tensor:
-    """y = x w^T + bias, rounded once. Nothing waits for the device, so a CUDA graph can hold the call.
+    """y = x w^T + bias, rounded once; on a CPU before the bias is added, too. Nothing waits for the device, so a CUDA
+    graph can hold the call.
 
     On a GPU few rows meet codes, which become numbers of x's dtype in registers; many meet numbers that are made of the
     whole matrix before, and take its memory in x's dtype meanwhile. On a CPU the product is an expert's.

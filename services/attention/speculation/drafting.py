@@ -74,7 +74,7 @@ class Drafting:
     def expects(self, plan: StepPlan, room: int) -> bool:
         """Return whether the tokens of ``plan`` have to be known before the next step is planned: it has drafts, or the
         next one may have some, in ``room`` rows."""
-        states = plan.drawing
+        states = [state for state in plan.drawing if state.blocks]  # the others have ended since it was launched
         self._awaited = bool(plan.chains)
         if not self._awaited and room > 0 and self._depth(len(states), prompts=bool(plan.prompts)):
             self._awaited = any(_may(state) and self._speculator.drafts(state, 1) for state in states)

@@ -49,15 +49,17 @@ class _Rate:
 
     @property
     def per_second(self) -> float:
-        usual = median(seconds for _, seconds in self.seen)
-        return sum(tokens for tokens, _ in self.seen) / self._seconds(_SLOWEST * usual)
+        steps = self._undisturbed
+        return sum(tokens for tokens, _ in steps) / sum(seconds for _, seconds in steps)
 
     def lost_s(self, per_second: float) -> float:
         """Return how much sooner the same tokens would have come at ``per_second``."""
-        return max(0.0, sum(seconds - tokens / per_second for tokens, seconds in self.seen))
+        return max(0.0, sum(seconds - tokens / per_second for tokens, seconds in self._undisturbed))
 
-    def _seconds(self, most: float) -> float:
-        return sum(min(seconds, most) for _, seconds in self.seen)
+    @property
+    def _undisturbed(self) -> list[tuple[float, float]]:
+        most = _SLOWEST * median(seconds for _, seconds in self.seen)
+        return [(tokens, min(seconds, most)) for tokens, seconds in self.seen]
 
 
 @dataclass(slots=True)
@@ -153,8 +155,10 @@ class Gate:
             self._of(sequences).note(tokens / sequences, seconds)
 
     def _of(self, sequences: int) -> _Batches:
+        """Return what is known of batches of about so many sequences: at first, what is best for the nearest others."""
         size = sequences.bit_length()
-        found = self._batches.get(size)
-        if found is None:
-            found = self._batches[size] = _Batches(lengths=self._lengths, best=self._lengths[-1])
-        return found
+        if size not in self._batches:
+            judged = [(abs(other - size), known.best) for other, known in self._batches.items() if known.judged]
+            best = min(judged)[1] if judged else self._lengths[-1]
+            self._batches[size] = _Batches(lengths=self._lengths, best=best)
+        return self._batches[size]

@@ -1,9 +1,8 @@
 """Turns a step plan into tensors: all pieces in one flat row dimension, without padding (ExpertFlow 4.2).
 
 Decoding sequences, hundreds in a step, are handled together as arrays; chains of drafts and pieces of prompts one by
-one. The KV blocks of
-decodes are in a :class:`BlockTable`, which is kept from step to step: a step changes few of its rows. For a step that
-runs as two micro-batches, :func:`split` cuts the tensors between two sequences.
+one. The KV blocks of decodes are in a :class:`BlockTable`, which is kept from step to step: a step changes few of its
+rows. For a step that runs as two micro-batches, :func:`split` cuts the tensors between two sequences.
 Legend: T rows of the step, R rows whose logits are wanted, B decoding sequences, M blocks per sequence.
 """
 

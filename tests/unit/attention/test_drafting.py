@@ -144,6 +144,28 @@ def test_the_gate_opens_again_when_drafts_come_to_be_accepted() -> None:
     assert gate._of(2).best > 0
 
 
+def test_a_worker_that_stood_still_does_not_put_trials_off() -> None:
+    """A step of 60 s is as a slow one: 2 % of the time must not be 50 minutes."""
+    gate, seconds = Gate(4), 0.0
+    for number in range(2000):
+        gain = 4 if number > 100 else 0
+        took = 0.02 * (1 + 0.1 * gate.depth(4))
+        seconds += took
+        gate.note(4, 4 + gain * gate.depth(4), took + (60.0 if number == 5 else 0.0))
+    assert gate._of(4).best == 4
+    assert seconds < 120
+
+
+def test_a_size_of_batch_that_is_new_begins_with_what_is_best_for_the_nearest() -> None:
+    gate = Gate(4)
+    Costs(EXPERTS["each row costs"], 0.0, 2).gain(500, gate)
+    assert [gate.depth(sequences) for sequences in (1, 4, 200)] == [0, 0, 0]
+    Costs(EXPERTS["rows are free"], 0.9, 200).gain(500, gate)
+    best = gate._of(200).best
+    assert best > 0
+    assert [gate.depth(sequences) for sequences in (8, 100, 1000)] == [0, best, best]
+
+
 def test_a_disturbed_step_does_not_close_the_gate() -> None:
     gate, costs = Gate(4), Costs(EXPERTS["rows are free"], 0.9, 1)
     costs.gain(TRIAL_STEPS + 2 * UNUSUAL_STEPS + TRIAL_STEPS + 20, gate)

@@ -265,3 +265,34 @@ def test_a_quantised_checkpoint_may_have_such_parts_and_name_them(tmp_path: Path
     left.append("model.layers.4.eh_proj")
     (made.folder / "config.json").write_text(json.dumps(config))
     assert 'leaves "model.layers.4.eh_proj" unquantised' in refused(made.folder)
+
+
+def test_an_ordinary_layer_behind_the_last_is_no_such_part(tmp_path: Path) -> None:
+    """num_hidden_layers is one too small: what predicts further ahead has tensors that no other layer has."""
+    save_model(tmp_path, GLM4 | {"num_hidden_layers": 4})
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3, "num_nextn_predict_layers": 1}))
+    with (
+        pytest.raises(CheckpointError, match=r'"num_hidden_layers" .* is 3, but the files hold .* model\.layers\.3'),
+        Checkpoint(tmp_path, load_spec(tmp_path)),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("config", "change"),
+    [(EXAONE, {}), (DOTS1, {"layer_types": ["sliding_attention"] * 3})],
+    ids=["exaone", "dots1"],
+)
+def test_windows_that_are_null_are_refused(tmp_path: Path, config: dict[str, Any], change: dict[str, Any]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(BASE | config | change | {"sliding_window": None}))
+    with pytest.raises(CheckpointError, match='"sliding_window" must be a whole number above 0'):
+        load_spec(tmp_path)
+
+
+def test_tokens_that_end_sequences_are_the_familys_where_nothing_names_them(tmp_path: Path) -> None:
+    absent = {"eos_token_id": None}
+    assert spec_of(tmp_path, EXAONE, absent).eos_token_ids == (53,)
+    assert spec_of(tmp_path, ERNIE, absent).eos_token_ids == (2,)
+    assert spec_of(tmp_path, ERNIE).eos_token_ids == (7,)
+    assert spec_of(tmp_path, GLM4, absent).eos_token_ids == ()

@@ -20,7 +20,7 @@ from testkit.models.quantisers import int_config as ct
 from moe_kernels import QuantisedWeight, dequantize_experts, quantised_linear
 from services.attention.setup.build import build
 from services.config import DenseFormat, load_settings
-from services.errors import CheckpointError
+from services.errors import CheckpointError, ConfigError
 from services.model.checkpoint import Checkpoint
 from services.model.held_linears import Linear, dense_bytes, held_linears, linears, linears_kept_on_cpu
 from services.model.load_spec import load_spec
@@ -28,7 +28,7 @@ from services.model.names import LM_HEAD, dense_shapes
 from services.model.sleep import RememberedWeights, tensors_in
 from services.model.sources import promised_kinds
 from services.model.spec import ModelSpec
-from services.model.weight_source import FromCheckpoint
+from services.model.weight_source import FromCheckpoint, RandomWeights
 from services.model.weights import DenseWeights, load_dense
 from services.model.weights_sample import with_weights
 
@@ -127,7 +127,7 @@ def test_answers_are_the_oracles(stored: Quantised) -> None:
     assert len({token for answer in expected for token in answer}) > 10, "answers too uniform to prove much"
 
 
-@pytest.mark.parametrize(("sorts", "said"), [(False, False), (True, True), (True, False)])
+@pytest.mark.parametrize(("sorts", "said"), [(False, False), (False, True), (True, True), (True, False)])
 def test_files_say_what_order_and_zero_points_there_are(plain: Path, tmp_path: Path, sorts: bool, said: bool) -> None:
     """Layers whose columns are in an order of their own are dense, whatever config.json has of either."""
     config = {**_GPTQ, "group_size": 64, "sym": True, "desc_act": said}
@@ -174,13 +174,15 @@ def test_what_a_cpu_keeps_is_foreseen(plain: Path, tmp_path: Path) -> None:
     assert 0 < made <= linears_kept_on_cpu(spec, "bfloat16") <= 1.15 * made
 
 
-def test_layers_of_which_parts_differ_are_dense(plain: Path, tmp_path: Path) -> None:
-    """Keys that are not quantised, and a gate that is left: what meets the same rows is one matrix."""
+def test_layers_of_which_parts_differ_are_dense(plain: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Keys that are not quantised, and a gate that is left: what meets the same rows is one matrix. It is logged."""
     left = ("model.layers.0.self_attn.k_proj", "model.layers.1.mlp.gate_proj")
     usual = STORED["ct-int4-g128"][0]
     form = dataclasses.replace(usual, left=left, config={**usual.config, "ignore": list(left)})
     folder = quantise(plain, tmp_path, form).folder
-    spec = served(folder)
+    with caplog.at_level("INFO"):
+        spec = served(folder)
+    assert '; "model.layers.0.self_attn.k_proj.weight" is not stored in a form that kernels take' in caplog.text
     held = dict(spec.linears.kinds)
     assert "model.layers.0.self_attn.q_proj.weight" not in held
     assert "model.layers.1.mlp.gate_proj.weight" not in held
@@ -240,3 +242,13 @@ def test_bad_scales_are_refused_by_name(plain: Path, tmp_path: Path, module: str
     change(folder, harm)
     with pytest.raises(CheckpointError, match=f'"{name}" must hold finite scales other than 0, found {found}'):
         loaded(folder, served(folder))
+
+
+def test_an_option_that_changes_nothing_is_named(plain: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert served(plain).linears.label == ""
+    assert "--dense-format stored changes nothing" in caplog.text
+
+
+def test_random_weights_are_not_stored(stored: Quantised) -> None:
+    with pytest.raises(ConfigError, match="random weights are none"):
+        RandomWeights().spec(stored.folder, "auto", "stored")

@@ -199,6 +199,24 @@ async def test_what_there_is_no_room_for_is_said(fleet: ActorsOfATest, monkeypat
     )
 
 
+@pytest.mark.parametrize(
+    ("attention", "lacks"),
+    [
+        ({"gpus": 2}, "1 CPU and 2 GPU"),
+        ({"gpus": 0, "resources": {"h200": 1}}, "1 CPU and 1 h200"),
+        ({"gpus": 0, "labels": {"zone": "z"}}, "1 CPU, zone=z"),
+    ],
+)
+async def test_what_no_node_has_is_said_though_all_together_have_as_much(
+    fleet: ActorsOfATest, monkeypatch: pytest.MonkeyPatch, attention: dict[str, Any], lacks: str
+) -> None:
+    monkeypatch.setattr(placement, "resources", lambda **_: {"CPU": 12.0, "GPU": 3.0})
+    arguments = Arguments.model_validate({"settings": {"model": "m"}, "attention": attention})
+    waiting = [unit for unit in units(Settings(), schedulers=1) if unit.role == "attention"]
+    found = placement.Placement(fleet, arguments).lacking(waiting)  # type: ignore[arg-type]
+    assert found == f"attention-0 waits for a node with {lacks}, which no node has"
+
+
 async def test_what_waits_for_room_does_not_keep_the_rest_from_giving_some(fleet: ActorsOfATest) -> None:
     rounds = Rounds(fleet)
     await rounds(2, Settings(workers=2))
