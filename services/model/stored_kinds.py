@@ -34,14 +34,11 @@ class StoredKinds:
         self._entries, self._sources = entries, sources
         self._sorts: dict[str, bool | None] = {}
         self._zeros: dict[str, bool] = {}
-        self._samples: dict[str, list[str]] = {}
         self._experts: dict[str, dict[str, list[str]]] = {}
         for name in sources:
             layer, found, expert = name.partition(EXPERTS)
             if found:
                 self._experts.setdefault(layer, {}).setdefault(expert.partition(".")[0], []).append(name)
-            if found and expert.startswith("0."):
-                self._samples.setdefault(layer, []).append(name)
 
     def __call__(self, name: str) -> Kind | None:
         kind = kind_of(name, self._entries, self._sources)
@@ -52,7 +49,7 @@ class StoredKinds:
             zeros = kind.zeros or self._has_zeros(name)
             return None if self._in_order_of_its_own(name, kind) else replace(kind.folded, zeros=zeros)
         if layer not in self._zeros:
-            self._zeros[layer] = any(map(self._has_zeros, self._samples.get(layer, [])))
+            self._zeros[layer] = any(map(self._has_zeros, self._first(layer)))
         kind = replace(kind, zeros=kind.zeros or self._zeros[layer])
         if not kind.group or "order" not in self._sources[name].parts:
             return kind
@@ -75,11 +72,14 @@ class StoredKinds:
         entry = self._entries[source.parts["zeros"].name]
         return _bytes(entry).count(usual) < entry.nbytes
 
+    def _first(self, layer: str) -> Sequence[str]:
+        return self._experts[layer].get("0", ())
+
     def _any_sorts(self, layer: str, *, promised: bool) -> bool | None:
         """Return what the first expert says; where that is nothing, though config.json has an order, the first that
         does: tools leave the columns of an expert that no token met in order."""
         sorts: bool | None = False
-        for names in self._experts[layer].values() if promised else [self._samples.get(layer, [])]:
+        for names in self._experts[layer].values() if promised else [self._first(layer)]:
             sorts = self._layer_sorts(names)
             if sorts is not False:
                 break

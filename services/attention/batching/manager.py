@@ -348,13 +348,12 @@ class BatchManager:
         state, counters = chain.state, self.counters
         counters.chains += 1
         counters.draft_tokens += len(chain.drafts)
-        counters.accepted_tokens -= 1  # the first token was not drafted
-        for drawn in (outcome, *outcome.further):
+        for number, drawn in enumerate((outcome, *outcome.further)):
             if drawn.error is not None:
                 return self._fail(state, drawn.error)
             assert drawn.token_id is not None
             counters.decode_tokens += 1
-            counters.accepted_tokens += 1
+            counters.accepted_tokens += number > 0  # the first token was not drafted
             self._events.append(state.take(drawn.token_id, drawn.logprob))
             if self._events[-1].finish is not None:
                 break

@@ -24,6 +24,7 @@ from services.attention.speculation.ngram import NgramSpeculator
 from services.attention.step.cuda_graphs import Capture
 from services.attention.step.engine import Engine, EngineOptions
 from services.config.speculation import SpeculativeConfig
+from services.errors import InternalError
 from services.messages import TokenEvent, TokenLogprob
 from services.model.dense import DenseModel
 from services.model.products import InvariantProducts
@@ -184,6 +185,24 @@ def test_an_accepted_run_is_cut_where_the_sequence_ends(options_of: Callable[...
     stats = engine.stats()
     assert stats.draft_chains == 1
     assert stats.accepted_tokens == len(events) - 2, "the prompt drew one, and so did the row before the drafts"
+
+
+def test_a_chain_that_fails_counts_as_drafted_and_takes_none_back(
+    options_of: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Totals only grow: Prometheus refuses others."""
+    request = ask("r", [1, 2, 3], max_tokens=30, ignore_eos=True)
+    said = tokens(run(Engine(clock=lambda: 0, **options_of()), request)["r"])
+    engine = DraftingEngine(_Whole({"r": said}), 4, **options_of())
+    engine.add(request)
+    engine.step()
+    monkeypatch.setattr(
+        engine._steps, "_outcomes", lambda step: [Outcome(error=InternalError("lost"))] * step.plan.sequences
+    )
+    [event] = engine.step()
+    assert event.error is not None
+    stats = engine.stats()
+    assert (stats.draft_chains, stats.draft_tokens, stats.accepted_tokens) == (1, 4, 0)
 
 
 def test_sequences_that_end_beside_a_step_ahead_leave_no_index(options_of: Callable[..., dict[str, Any]]) -> None:
