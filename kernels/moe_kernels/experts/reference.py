@@ -34,10 +34,7 @@ def fused_moe(
 ) -> Tensor:
     """:func:`moe_kernels.fused_moe`, its arguments checked."""
     slots, experts = ids_TK.shape[1], w_down.shape[0]
-    if plan is not None:
-        ends_E, order_N = plan.ends_E, plan.order_S[: int(plan.ends_E[-1])].long()
-    else:
-        order_N, ends_E = group_by_expert(local_ids(ids_TK, experts, keep_T, local_E).flatten(), experts)
+    order_N, ends_E = planned_pairs(ids_TK, experts, keep_T, local_E, plan)
     x_ND = x_TD[order_N // slots]
     if weights_on == "input":
         x_ND = (x_ND * weights_TK.flatten()[order_N].unsqueeze(1)).to(x_ND.dtype)  # a product in float32
@@ -51,6 +48,15 @@ def experts_of_rows(counts_E: Tensor, rows: int) -> Tensor:
     ends_E = counts_E.clamp(0, rows).long().cumsum(0)  # a sum of unbounded ones may wrap around
     ids_N = torch.searchsorted(ends_E, torch.arange(rows, device=counts_E.device), right=True)
     return torch.where(ids_N < len(counts_E), ids_N, -1)
+
+
+def planned_pairs(
+    ids_TK: Tensor, experts: int, keep_T: Tensor | None, local_E: Tensor | None, plan: Plan | None
+) -> tuple[Tensor, Tensor]:
+    """:func:`group_by_expert` of the pairs that ``plan``, or else the other arguments, leave here."""
+    if plan is not None:
+        return plan.order_S[: int(plan.ends_E[-1])].long(), plan.ends_E
+    return group_by_expert(local_ids(ids_TK, experts, keep_T, local_E).flatten(), experts)
 
 
 def group_by_expert(ids_S: Tensor, experts: int) -> tuple[Tensor, Tensor]:
@@ -69,10 +75,13 @@ def _grouped_linear(x_NI: Tensor, w_EOI: Weight, bias_EO: Tensor | None, ends_E:
         out_NO = grouped_product(x_NI, w_EOI, ends_E)
     else:
         out_NO = _quantised_product(x_NI, w_EOI, ends_E)
-    if bias_EO is None:
-        return out_NO
-    rows_N = torch.arange(len(x_NI), device=x_NI.device, dtype=ends_E.dtype)
-    return out_NO + bias_EO[torch.searchsorted(ends_E, rows_N, right=True)]
+    return out_NO if bias_EO is None else out_NO + bias_of_rows(bias_EO, ends_E, len(x_NI))
+
+
+def bias_of_rows(bias_EO: Tensor, ends_E: Tensor, rows: int) -> Tensor:
+    """The bias of the expert whose run holds each row: ``[rows, O]``."""
+    rows_N = torch.arange(rows, device=bias_EO.device, dtype=ends_E.dtype)
+    return bias_EO[torch.searchsorted(ends_E, rows_N, right=True)]
 
 
 def _quantised_product(x_NI: Tensor, q: QuantisedWeight, ends_E: Tensor) -> Tensor:

@@ -12,9 +12,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moe_kernels.activations.op import Activation, activate
-from moe_kernels.experts.reference import combine_pairs, group_by_expert
+from moe_kernels.experts.reference import bias_of_rows, combine_pairs, planned_pairs
 from moe_kernels.grouped_gemm.op import grouped_product
-from moe_kernels.plan.op import local_ids
 from moe_kernels.plan.types import Plan
 from moe_kernels.quant.op import dequantize_experts
 from moe_kernels.quant.weight import QuantisedWeight
@@ -40,10 +39,7 @@ def fused_moe(
 ) -> Tensor:
     """:func:`moe_kernels.fused_moe` with rounded rows. All weights are made numbers at once: for tests."""
     slots, experts = ids_TK.shape[1], w_down.shape[0]
-    if plan is not None:
-        ends_E, order_N = plan.ends_E, plan.order_S[: int(plan.ends_E[-1])].long()
-    else:
-        order_N, ends_E = group_by_expert(local_ids(ids_TK, experts, keep_T, local_E).flatten(), experts)
+    order_N, ends_E = planned_pairs(ids_TK, experts, keep_T, local_E, plan)
     weigh_input = weights_on == "input"
     scale_N1 = weights_TK.flatten()[order_N].unsqueeze(1) if weigh_input else None
     h_NF = activate(_linear(x_TD[order_N // slots], w_in, bias_in, ends_E, scale_N1), activation).to(x_TD.dtype)
@@ -56,10 +52,7 @@ def _linear(
 ) -> Tensor:
     out_NO = grouped_product(rounded(x_NI), dequantize_experts(weight), ends_E)
     out_NO = out_NO if scale_N1 is None else out_NO * scale_N1
-    if bias_EO is None:
-        return out_NO
-    rows_N = torch.arange(len(x_NI), device=x_NI.device, dtype=ends_E.dtype)
-    return out_NO + bias_EO[torch.searchsorted(ends_E, rows_N, right=True)].float()
+    return out_NO if bias_EO is None else out_NO + bias_of_rows(bias_EO, ends_E, len(x_NI)).float()
 
 
 def rounded(x_NI: Tensor) -> Tensor:
