@@ -115,8 +115,8 @@ def _ratio(members: Mapping[str, Row]) -> str:
 
 
 def _is_peer(row: Row) -> bool:
-    """The plain-torch way is none."""
-    return row.provider not in ("ours", "torch")
+    """Another way of ours and the plain-torch way are none."""
+    return row.provider not in ("ours", "ours_rounded", "torch")
 
 
 def _memory(row: Row | None) -> str:

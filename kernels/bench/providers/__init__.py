@@ -9,6 +9,7 @@ from bench.providers.base import Prepare, Unsupported
 from bench.providers.ours import prepare_ours, prepare_reference, prepare_rounded
 from bench.providers.torch_chains import prepare_grouped_mm, prepare_transformers
 from bench.providers.vllm import prepare_fp8, prepare_marlin, prepare_vllm
+from bench.providers.vllm_mxfp4 import prepare_marlin_mxfp4, prepare_mxfp4
 
 PROVIDERS: Final[Mapping[str, Prepare]] = {
     "ours": prepare_ours,
@@ -16,6 +17,8 @@ PROVIDERS: Final[Mapping[str, Prepare]] = {
     "vllm": prepare_vllm,
     "vllm_marlin": prepare_marlin,
     "vllm_fp8": prepare_fp8,
+    "vllm_mxfp4": prepare_mxfp4,
+    "vllm_marlin_mxfp4": prepare_marlin_mxfp4,
     "grouped_mm": prepare_grouped_mm,
     "transformers": prepare_transformers,
     "torch": prepare_reference,

@@ -1,11 +1,7 @@
-"""Peers from vLLM 0.25.1: its Triton ``fused_experts``, its Marlin int4 and int8 layer, and its routing kernels.
-
-Looked up by name, because the bench must run where vLLM is not installed.
-"""
+"""Peers from vLLM 0.25.1: its Triton ``fused_experts``, its Marlin int4 and int8 layer, and its routing kernels."""
 
 from __future__ import annotations
 
-import importlib
 from typing import Any, Final
 
 import torch
@@ -13,20 +9,13 @@ from torch import Tensor
 
 from bench.bank import QUANTISED
 from bench.case import Case
-from bench.providers.base import Unsupported, require
+from bench.providers.base import module, require
 from bench.timing import Call
 
 _MOE: Final = "vllm.model_executor.layers.fused_moe"
 MARLIN: Final = ("int8", "int8_channel", "int4", "int4_channel")
 _BLOCK_ROWS: Final = 64
 """Rows per block for ``moe_align_block_size`` where it is measured alone."""
-
-
-def _module(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise Unsupported(f"{name}: {error}") from error
 
 
 def prepare_vllm(case: Case) -> Call:
@@ -39,14 +28,14 @@ def prepare_vllm(case: Case) -> Call:
 
 def _fused_experts(case: Case) -> Call:
     require(case.dtype in ("bf16", "fp16"), "measured with 16-bit weights; Marlin is its integer path")
-    module = _module(f"{_MOE}.fused_moe")
-    activations = _module(f"{_MOE}.activation").MoEActivation
+    fused_moe = module(f"{_MOE}.fused_moe")
+    activations = module(f"{_MOE}.activation").MoEActivation
     activation = activations.SILU if case.shape.gated else activations.GELU_NO_MUL
     weights, draw = case.bank.floats(case.copies), case.draw
 
     def call(number: int) -> object:
         w_in, w_down = weights[number % len(weights)]
-        return module.fused_experts(case.x_TD, w_in, w_down, draw.weights_TK, draw.ids_TK, activation=activation)
+        return fused_moe.fused_experts(case.x_TD, w_in, w_down, draw.weights_TK, draw.ids_TK, activation=activation)
 
     return call
 
@@ -55,14 +44,14 @@ def prepare_fp8(case: Case) -> Call:
     """Blocks of 128 x 128, rows rounded to FP8 with a scale for each 128 columns."""
     require(case.device != "cpu", "vLLM's kernels need a GPU")
     require(case.op == "fused_moe" and case.dtype == "fp8" and case.shape.gated, "measured with gated FP8 experts")
-    module, config = _module(f"{_MOE}.fused_moe"), _module(f"{_MOE}.config")
-    activation = _module(f"{_MOE}.activation").MoEActivation.SILU
+    fused_moe, config = module(f"{_MOE}.fused_moe"), module(f"{_MOE}.config")
+    activation = module(f"{_MOE}.activation").MoEActivation.SILU
     layers = [_fp8_layer(config, *pair) for pair in case.bank.weights("fp8", case.copies)]
     draw = case.draw
 
     def call(number: int) -> object:
         w_in, w_down, scales = layers[number % len(layers)]
-        return module.fused_experts(
+        return fused_moe.fused_experts(
             case.x_TD, w_in, w_down, draw.weights_TK, draw.ids_TK, activation=activation, quant_config=scales
         )
 
@@ -76,8 +65,8 @@ def _fp8_layer(config: Any, w_in: Any, w_down: Any) -> tuple[Tensor, Tensor, Any
 
 
 def _routing(case: Case) -> Call:
-    route = _module(f"{_MOE}.router.fused_topk_router").fused_topk
-    align = _module(f"{_MOE}.moe_align_block_size").moe_align_block_size
+    route = module(f"{_MOE}.router.fused_topk_router").fused_topk
+    align = module(f"{_MOE}.moe_align_block_size").moe_align_block_size
 
     def run_route() -> Any:
         return route(case.x_TD, case.logits_TE, case.shape.k, True)
@@ -96,10 +85,10 @@ def prepare_marlin(case: Case) -> Call:
     require(case.device != "cpu", "Marlin needs a GPU")
     require(case.op == "fused_moe" and case.dtype in MARLIN, f"Marlin is measured with {MARLIN}")
     require(case.shape.gated, "measured with gated experts")
-    fused_marlin_moe = _module(f"{_MOE}.experts.marlin_moe").fused_marlin_moe
-    ops = _module("vllm._custom_ops")
-    utils = _module("vllm.model_executor.layers.quantization.utils.marlin_utils")
-    kinds = _module("vllm.scalar_type").scalar_types
+    fused_marlin_moe = module(f"{_MOE}.experts.marlin_moe").fused_marlin_moe
+    ops = module("vllm._custom_ops")
+    utils = module("vllm.model_executor.layers.quantization.utils.marlin_utils")
+    kinds = module("vllm.scalar_type").scalar_types
     kind = kinds.uint4b8 if QUANTISED[case.dtype]["bits"] == 4 else kinds.uint8b128
     first = tuple(_repack(weight, case.x_TD.dtype, ops, utils) for weight in case.bank.weights(case.dtype, 1)[0])
     layers = [first, *(tuple((q.clone(), s.clone()) for q, s in first) for _ in range(case.copies - 1))]

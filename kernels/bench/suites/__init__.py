@@ -10,7 +10,7 @@ from bench.results import Row
 from bench.suites.attention import attention
 from bench.suites.deepspeed import gating
 from bench.suites.elephants import gemm, table1
-from bench.suites.layers import figures, int4, route_plan
+from bench.suites.layers import figures, formats, int4, route_plan
 from bench.suites.momha import momha
 from bench.suites.scattermoe import granularity, sparsity, unit
 from bench.suites.training import whole_model
@@ -18,6 +18,7 @@ from bench.suites.training import whole_model
 SUITES: Final[Mapping[str, Callable[[Settings], Iterator[Row]]]] = {
     "figures": figures,
     "int4": int4,
+    "formats": formats,
     "route_plan": route_plan,
     "scattermoe-unit": unit,
     "scattermoe-train": whole_model,

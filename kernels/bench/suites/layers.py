@@ -24,6 +24,23 @@ def int4(settings: Settings) -> Iterator[Row]:
     yield from _layers(LAYERS[:3], dtypes, ["ours", "vllm_marlin"], settings)
 
 
+FORMATS: Final = (
+    ("qwen3-30b", "bf16", ("ours",)),
+    ("qwen3-30b", "int4", ("ours", "vllm_marlin")),
+    ("qwen3-30b", "fp8", ("ours", "ours_rounded", "vllm_fp8")),
+    ("gpt-oss-20b", "bf16", ("ours",)),
+    ("gpt-oss-20b", "mxfp4", ("ours", "vllm_mxfp4", "vllm_marlin_mxfp4")),
+    ("deepseek-v3", "fp8", ("ours", "ours_rounded", "vllm_fp8")),
+)
+"""Layers in the formats that their authors publish: shape, dtype and who is measured."""
+
+
+def formats(settings: Settings) -> Iterator[Row]:
+    """Published formats beside vLLM's kernels for them."""
+    for name, dtype, providers in FORMATS:
+        yield from _layers([name], [dtype], list(providers), settings)
+
+
 def route_plan(settings: Settings) -> Iterator[Row]:
     """The router and the sort behind it, 128 experts."""
     shape = find("qwen3-30b").scaled(settings.scale)

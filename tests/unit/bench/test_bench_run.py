@@ -22,12 +22,12 @@ from bench.draws import uniform
 from bench.machine import Machine
 from bench.measuring import Settings, measure_case
 from bench.precompile import Task, run_once
-from bench.providers import PROVIDERS, vllm
+from bench.providers import PROVIDERS, vllm, vllm_mxfp4
 from bench.results import COLUMNS, Row
 from bench.shapes import find
 from bench.suites import SUITES
 from bench.timing import Call, Timing, copies_for
-from moe_kernels.quant.op import quantize_experts
+from moe_kernels.quant.op import dequantize_experts, quantize_experts
 
 MACHINE = Machine(gpu="G", torch="2", triton="3", vllm="", date="2026-11-21", commit="abc")
 CPU = Settings(device="cpu", budget_s=0.0, scale=32, tokens=8, suite="test")
@@ -161,15 +161,35 @@ def test_marlins_words_hold_our_codes_in_order(bits: int) -> None:
     per_word = 32 // bits
     assert words.shape == (256 // per_word, 16)
     scale = weight.scales[0].float().repeat_interleave(128, dim=1)
-    from moe_kernels.quant.op import dequantize_experts
-
     codes = (dequantize_experts(weight)[0] / scale).round().int() + 2 ** (bits - 1)
     for column in (0, 1, 63, 64, 130, 255):
         word = words[column // per_word] >> (bits * (column % per_word))
         assert (word & (2**bits - 1)).tolist() == codes[:, column].tolist()
 
 
-@pytest.mark.parametrize("name", [name for name in SUITES if name not in ("elephants-table1", "int4", "figures")])
+def test_mxfp4_peers_get_our_codes_as_checkpoints_hold_them_and_filled_up() -> None:
+    generator = torch.Generator().manual_seed(0)
+    floats = [torch.randn(2, *size, generator=generator) for size in ((320, 288), (288, 160))]
+    w_in, w_down = (quantize_experts(weight, 4, 32, codes="e2m1") for weight in floats)
+    values = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+    def numbers(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        pairs = torch.stack([codes & 0xF, codes >> 4], dim=-1).flatten(2).long()
+        return values[pairs] * torch.exp2(scales.float() - 127).repeat_interleave(32, dim=2)
+
+    gate_up, down, s_in, s_down = vllm_mxfp4.padded_layer(w_in, w_down)
+    assert gate_up.shape == (2, 512, 256)
+    assert down.shape == (2, 512, 128)
+    whole = torch.zeros(2, 2, 256, 512)
+    whole[:, :, :160, :288] = dequantize_experts(w_in).view(2, 2, 160, 288)
+    assert torch.equal(numbers(gate_up, s_in), whole.flatten(1, 2))
+    assert torch.equal(numbers(down, s_down)[:, :288, :160], dequantize_experts(w_down))
+    assert not numbers(down, s_down)[:, 288:].any()
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in SUITES if name not in ("elephants-table1", "int4", "figures", "formats")]
+)
 def test_suites_run_at_reduced_size(name: str) -> None:
     rows = list(SUITES[name](CPU))
     assert rows
