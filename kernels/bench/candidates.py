@@ -24,7 +24,7 @@ PRESETS: Final[Mapping[str, Tiles]] = {
 """The regime that a measurement is forced into, by the first part of the op's name: tiles of "fused_moe"."""
 ROUNDED: Final = "rounded"
 """First part of the names of ops whose rows are rounded to FP8."""
-ROUNDED_MIN_ROWS: Final = 128
+ROUNDED_MIN_ROWS: Final = 8
 SWITCHES: Final[Mapping[str, Tiles]] = {
     "gemv": {"PDL": 1},
     "small.in": {"TMA": 1, "EVICT_FIRST": 1, "PDL": 1, "LISTS_LAUNCH": 1, "MAX_REGISTERS": 128},

@@ -13,8 +13,9 @@ from testkit.models.regimes import larger_tiles
 from testkit.models.tolerances import assert_close
 from torch import Tensor
 
-from moe_kernels import ArgumentError, QuantisedWeight, dequantize_experts, fold_order, grouped_mlp, plan
+from moe_kernels import ArgumentError, QuantisedWeight, dequantize_experts, fold_order, grouped_mlp, plan, tiles
 from moe_kernels.experts import kernel as experts_kernel
+from moe_kernels.small.arguments import in_words, matrices
 
 pytestmark = pytest.mark.usefixtures("regime")
 MIXED = [kind for kind in KINDS if not random_weight(kind, 1, 4, 128).plain]
@@ -46,6 +47,25 @@ def test_equals_the_weights_numbers(kind: str, dtype: torch.dtype) -> None:
     """208 and 48 columns end inside of a run of the layout and of a group."""
     layer, expected_TD = layer_of(kind, 2, 208, 48, dtype=dtype)
     assert_close(run(layer), expected_TD, CODE_ROUNDINGS[dtype])
+
+
+@pytest.mark.parametrize("kind", ["e2m1 g32", "e4m3 4x128"])
+def test_small_floats_that_are_unpacked_by_words(kind: str) -> None:
+    """192 columns are one run and a half, 64 half a run; both matrices meet columns in the words' order."""
+    layer, expected_TD = layer_of(kind, 3, 192, 64, dtype=torch.bfloat16, biased=True, activation="swiglu_oai")
+    with larger_tiles():
+        chosen = tiles.tiles("small.in", shape={}, rows=1, dtype="bf16")
+        assert in_words(matrices(layer.w_in), layer.x_TD, chosen)  # type: ignore[arg-type]
+    assert_close(run(layer), expected_TD, CODE_ROUNDINGS[torch.bfloat16])
+
+
+def test_scales_of_words_reach_from_the_least_to_a_large_one() -> None:
+    layer, _ = layer_of("e2m1 g32", 2, 128, 64, dtype=torch.bfloat16)
+    scales = layer.w_in.scales.clone()  # type: ignore[union-attr]
+    scales[:, 0::4], scales[:, 1::4] = 1, 190
+    w_in = replace(layer.w_in, scales=scales)  # type: ignore[type-var]
+    small = layer.but(w_in=w_in, x_TD=layer.x_TD * 2.0**-60)
+    assert_close(run(small), by_definition(small, w_in, layer.w_down), CODE_ROUNDINGS[torch.bfloat16])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", ["e2m1 g32", "int4 g64 order"])

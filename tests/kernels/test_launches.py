@@ -20,8 +20,6 @@ SPILLS: dict[str, set[str]] = {
     "experts-bf16-1-int4": {"gemv_down_kernel"},
     "experts-bf16-1-int8": {"gemv_down_kernel"},
     "experts-fp16-1-int4": {"gemv_down_kernel"},
-    "experts-bf16-1-mxfp4": {"gemv_down_kernel"},
-    "experts-bf16-512-mxfp4": {"swapped_gemm_kernel"},
     "experts-bf16-16-int4-channel": {"small_in_kernel"},
     "experts-bf16-16-odd": {"small_in_kernel"},
     "experts-fp32-16-odd": {"small_in_kernel"},

@@ -70,11 +70,13 @@ def prepare_marlin_mxfp4(case: Case) -> Call:
 
     def call(number: int) -> object:
         w_in, w_down, s_in, s_down = layers[number % len(layers)]
-        return marlin(
+        y_TD = torch.empty_like(x_TD)
+        marlin(
             x_TD, w_in, w_down, None, None, s_in, s_down, draw.weights_TK, draw.ids_TK, quant_type_id=kind.id,
-            workspace=workspace, moe_sum=ops.moe_sum, output=torch.empty_like(x_TD), activation=activation,
+            workspace=workspace, moe_sum=ops.moe_sum, output=y_TD, activation=activation,
             clamp_limit=SWIGLU_OAI_LIMIT, gemm1_alpha=SWIGLU_OAI_ALPHA, gemm1_beta=1.0,
-        )[:, :width]  # fmt: skip
+        )  # fmt: skip
+        return y_TD[:, :width]
 
     return call
 

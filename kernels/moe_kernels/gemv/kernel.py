@@ -23,12 +23,21 @@ from torch import Tensor
 
 from moe_kernels.activations.kernel import activate
 from moe_kernels.activations.op import Activation, gated
-from moe_kernels.quant.decode_kernel import code_values, int4_offset, int4_products, int8_products, scale_values
+from moe_kernels.quant.decode_kernel import (
+    code_values,
+    float_fields,
+    int4_offset,
+    int4_products,
+    int8_products,
+    scale_values,
+)
 from moe_kernels.quant.weight import QuantisedWeight, kind_flags
 
 P16, P256 = 0x41800000, 0x43800000
 """Patterns of 16.0 and 256.0 for the sums of codes. Runtime arguments on purpose: a register lets one LOP3 mask a code
 and or the pattern around it, where two constants would take two."""
+FIELDS_HALF = tl.constexpr(2.0**63)
+"""Of what :func:`float_fields` lacks, the part that x makes up for: a product alone would be subnormal."""
 
 
 @triton.jit
@@ -180,10 +189,17 @@ def _mixed_sums(w_NJ, scales, zeros, block_NJ, x_J, inside_NJ, inside_J, depth, 
             for k in tl.static_range(4):
                 fours = _fours(x_J, q, 4 * k + 64 * half, columns, inside_J, 2, BITS, XJ, Q, True)
                 for byte in tl.static_range(4):
-                    code = (words[k] >> (8 * byte + 4 * half)) & (15 if BITS == 4 else 255)
-                    part += code_values(code, 0.0, CODES) * fours[byte]
-                    total += fours[byte]
-            if CODES == "int":
+                    if CODES == "int":
+                        code = (words[k] >> (8 * byte + 4 * half)) & (15 if BITS == 4 else 255)
+                        part += code_values(code, 0.0, CODES) * fours[byte]
+                        total += fours[byte]
+                    else:
+                        part += float_fields(words[k], 8 * byte + 4 * half, CODES) * (fours[byte] * FIELDS_HALF)
+            if CODES == "e4m3":
+                part *= 2.0**57
+            elif CODES == "e2m1":
+                part *= FIELDS_HALF
+            else:
                 zero = 8.0 if BITS == 4 else 128.0
                 if HAS_ZEROS:
                     zero = _load(zeros + block, inside_NJ[:, :, None], real, 2).to(tl.float32)

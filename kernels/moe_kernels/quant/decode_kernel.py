@@ -96,6 +96,21 @@ def code_values(code, zero, CODES: tl.constexpr):
 
 
 @triton.jit
+def float_fields(word, SHIFT: tl.constexpr, CODES: tl.constexpr):
+    """The small float at bit SHIFT of an int32 word, moved into the fields of a float32: E4M3 times 2^-120, E2M1 times
+    2^-126, exactly, subnormal numbers too. Three instructions: its top bit goes to the sign, and a shift that repeats
+    the sign brings the rest into place.
+
+    Example: e4m3 0x38 is 1.0: 0x03800000 is 2^-120. e2m1 11 is -1.5: 0x80C00000 is -1.5 x 2^-126.
+    """
+    if CODES == "e4m3":
+        return (((word << (24 - SHIFT)) >> 4) & -0x78100000).to(tl.float32, bitcast=True)
+    else:
+        tl.static_assert(CODES == "e2m1", "unknown codes")
+        return (((word << (28 - SHIFT)) >> 6) & -0x7E400000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def scale_values(stored, CODES: tl.constexpr):
     """Scales as they are stored to float32. E8M0's byte s is 2^(s - 127): the exponent of a float, but for s = 0."""
     if CODES == "e2m1":

@@ -19,6 +19,8 @@ E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -
 _E4M3_NAN = 0x7F
 _E4M3_LARGEST = 448.0
 _E8M0_NAN = 255
+E8M0_LARGEST = 191
+"""2^64: products take scales and a factor of 2^63 together as a bfloat16."""
 
 
 def pack(codes_OI: Tensor, bits: int) -> Tensor:
@@ -95,6 +97,8 @@ def check_values(weight: QuantisedWeight) -> None:
     of = f"of {weight.format} weights of shape {weight.shape}"
     if weight.codes == "e2m1":
         require(not bool((weight.scales == _E8M0_NAN).any()), f"scales {of} must be numbers, found E8M0's NaN (255)")
+        largest = int(weight.scales.max()) if weight.scales.numel() else 0
+        require(largest <= E8M0_LARGEST, f"scales {of} must be 2^64 at most, found 2^{largest - 127}")
         _check_products(weight, of)
         return
     scales = weight.scales.float()

@@ -35,7 +35,8 @@ TMA_ALIGNMENT = 16
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Matrices:
     """``stored``: ``[E, O, I]``, or ``[E, O, about I / 2]`` at 4 bits. ``group``: columns per scale, 0: one a row.
-    ``mixed``: not of the kinds that have a way of their own through the kernels.
+    ``mixed``: not of the kinds that have a way of their own through the kernels; ``wordy``: small floats that have one
+    if they are unpacked by words.
     """
 
     stored: Tensor
@@ -44,6 +45,7 @@ class Matrices:
     bits: int
     columns: int
     mixed: bool
+    wordy: bool
     kind: Mapping[str, Any]
 
     @property
@@ -109,10 +111,12 @@ def weight_arguments(w: Matrices, width: int, depth: int, x: Tensor, tiles: Mapp
     aligned = columns * stored.element_size() % TMA_ALIGNMENT == 0 and stored.data_ptr() % TMA_ALIGNMENT == 0
     tma = bool(tiles.get("TMA")) and aligned
     block = [block_n, WORDS_WIDE if words else INT4_RUN // 2 if w.bits == 4 else block_k]
+    paired = words and w.kind["CODES"] == "e2m1"
+    scales = w.scales.view(torch.int16) if paired and w.scales is not None else w.scales
     return {
         "w": TensorDescriptor(stored, [rows, columns], [columns, 1], block) if tma else stored,
-        "scales": w.scales if w.scales is not None else x, "zeros": w.zeros if w.zeros is not None else x,
-        "G": triton.cdiv(w.columns, w.group) if w.group else 1, "MIXED": w.mixed, **w.kind,
+        "scales": scales if scales is not None else x, "zeros": w.zeros if w.zeros is not None else x,
+        "G": scales.shape[2] if scales is not None else 1, "MIXED": w.mixed and not words, **w.kind,
         "magic": 0x64006400 if x.dtype == torch.float16 else 0x43004300, "BITS": w.bits,
         "WORDS": words, "WARPS": tiles["num_warps"], "TMA": tma, "EVEN_N": width % block_n == 0,
         "EVEN_K": depth % block_k == 0, "EVICT_FIRST": bool(tiles.get("EVICT_FIRST")),
@@ -134,11 +138,12 @@ def in_words(w: Matrices, x: Tensor, tiles: Mapping[str, int]) -> bool:
     runs = w.columns % WORD_RUN == 0 and _block_k(w, tiles) % WORD_RUN == 0
     warps = tiles["num_warps"] % 4 == 0 and tiles["BLOCK_N"] % (16 * tiles["num_warps"]) == 0
     aligned = w.stored.data_ptr() % TMA_ALIGNMENT == 0
-    return w.bits < 16 and not w.mixed and x.dtype != torch.float32 and runs and warps and aligned
+    known = x.dtype == torch.bfloat16 if w.wordy else not w.mixed and x.dtype != torch.float32
+    return w.bits < 16 and known and runs and warps and aligned
 
 
 def launch_options(w: Matrices, tiles: Mapping[str, int]) -> dict[str, Any]:
-    """A bound on registers was tuned for the kinds with a way of their own; others would spill."""
+    """A bound on registers was tuned for integers with a way of their own; others would spill."""
     options: dict[str, Any] = {"num_warps": tiles["num_warps"], "num_stages": tiles["num_stages"]}
     if tiles.get("MAX_REGISTERS") and not w.mixed:
         options["maxnreg"] = tiles["MAX_REGISTERS"]
@@ -159,11 +164,22 @@ def block_c(lists: Lists) -> int:
 
 def matrices(w: Tensor | QuantisedWeight) -> Matrices:
     if isinstance(w, Tensor):
-        return Matrices(stored=w, scales=None, zeros=None, bits=16, columns=w.shape[2], mixed=False, kind=kind_flags(w))
+        return Matrices(
+            stored=w, scales=None, zeros=None, bits=16, columns=w.shape[2], mixed=False, wordy=False, kind=kind_flags(w)
+        )
     return Matrices(
         stored=w.packed, scales=w.scales, zeros=w.zeros, bits=w.bits, columns=w.in_features, mixed=not w.plain,
-        kind=kind_flags(w),
+        wordy=_wordy(w), kind=kind_flags(w),
     )  # fmt: skip
+
+
+def _wordy(w: QuantisedWeight) -> bool:
+    """FP8 with a scale for each 128 columns, and MXFP4 whose rows have an even number of groups."""
+    if w.order is not None or w.in_features % WORD_RUN:
+        return False
+    if w.codes == "e2m1":
+        return w.group == 32 and w.scale_rows == 1 and w.scales.data_ptr() % 2 == 0
+    return w.codes == "e4m3" and w.group == INT4_RUN
 
 
 def make_lists(pairs: Pairs, column_blocks: int, device: torch.device) -> Lists:

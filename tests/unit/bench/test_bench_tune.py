@@ -65,7 +65,7 @@ def test_regimes_worth_measuring() -> None:
         ["small", "large"],
         ["large"],
     ]
-    assert [candidates.regimes(qwen, rows, "fp8")[-1] for rows in (64, 128, 2048)] == ["large", "rounded", "rounded"]
+    assert [candidates.regimes(qwen, rows, "fp8")[-1] for rows in (4, 8, 2048)] == ["small", "rounded", "rounded"]
     assert rows_of_expert(qwen, 128) == 8
 
 
