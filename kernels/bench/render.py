@@ -116,7 +116,7 @@ def _ratio(members: Mapping[str, Row]) -> str:
 
 def _is_peer(row: Row) -> bool:
     """Another way of ours and the plain-torch way are none."""
-    return row.provider not in ("ours", "ours_rounded", "torch")
+    return row.provider not in ("ours", "ours_weight_only", "torch")
 
 
 def _memory(row: Row | None) -> str:

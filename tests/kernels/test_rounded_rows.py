@@ -152,6 +152,12 @@ def test_the_table_says_from_how_many_rows_on() -> None:
     with from_rows(4):
         assert not torch.equal(layer(), plain_TD)
     assert tiles.tiles("rounded_rows", shape={"d": 128}, rows=8192, dtype="fp8")["FROM_ROWS"] == 0
+    qwen = {"d": 2048, "f": 768, "E": 128, "k": 8, "gated": 2}
+    h200 = [
+        tiles.tiles("rounded_rows", shape=qwen, rows=rows, dtype=dtype, device_name="NVIDIA H200")["FROM_ROWS"]
+        for rows, dtype in ((1, "fp8"), (8, "fp8"), (8192, "fp8"), (8192, "fp32"))
+    ]
+    assert h200 == [0, 1, 1, 0]
     assert not launch.takes(random_weight("int8 g128", 2, 64, 128))
     assert not launch.takes(random_weight("e4m3 channel", 2, 64, 128))
     assert launch.takes(random_weight("e4m3 4x128", 2, 64, 128))

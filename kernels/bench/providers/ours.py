@@ -30,14 +30,14 @@ def prepare_ours(case: Case) -> Call:
     return builders[case.op](case)
 
 
-def prepare_rounded(case: Case) -> Call:
-    """FP8 weights with rows rounded to FP8 as well, whatever the tile table says of these rows."""
+def prepare_weight_only(case: Case) -> Call:
+    """FP8 weights with rows as they are, where the tile table may have them rounded to FP8 as well."""
     require(case.op == "fused_moe" and case.dtype == "fp8", "rows are rounded for FP8 weights")
     require(case.device != "cpu", "on a CPU no rows are rounded")
     call = prepare_ours(case)
 
     def run(number: int) -> object:
-        with tiles.overridden({"rounded_rows": {"FROM_ROWS": 1}}):
+        with tiles.overridden({"rounded_rows": {"FROM_ROWS": 0}}):
             return call(number)
 
     return run

@@ -27,10 +27,10 @@ def int4(settings: Settings) -> Iterator[Row]:
 FORMATS: Final = (
     ("qwen3-30b", "bf16", ("ours",)),
     ("qwen3-30b", "int4", ("ours", "vllm_marlin")),
-    ("qwen3-30b", "fp8", ("ours", "ours_rounded", "vllm_fp8")),
+    ("qwen3-30b", "fp8", ("ours", "ours_weight_only", "vllm_fp8")),
     ("gpt-oss-20b", "bf16", ("ours",)),
     ("gpt-oss-20b", "mxfp4", ("ours", "vllm_mxfp4", "vllm_marlin_mxfp4")),
-    ("deepseek-v3", "fp8", ("ours", "ours_rounded", "vllm_fp8")),
+    ("deepseek-v3", "fp8", ("ours", "ours_weight_only", "vllm_fp8")),
 )
 """Layers in the formats that their authors publish: shape, dtype and who is measured."""
 

@@ -56,7 +56,9 @@ def fused_moe(
     shape = shape_of(w_in, w_down, slots)
     kind = dtype_of(w_in, x_TD)
     if rounded_rows.takes(w_in) and rounded_rows.takes(w_down):
-        from_rows = lookup("rounded_rows", shape, rows, kind, x_TD)["FROM_ROWS"]
+        # Tables are of rows in half types: what serves in float32 wants its numbers.
+        rounds = "fp32" if x_TD.dtype == torch.float32 else kind
+        from_rows = lookup("rounded_rows", shape, rows, rounds, x_TD)["FROM_ROWS"]
         if 0 < from_rows <= rows:
             return _rounded(
                 x_TD, w_in, w_down, ids_TK, weights_TK, activation, bias_in, bias_down, weights_on == "input", keep_T,

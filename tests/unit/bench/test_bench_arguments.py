@@ -18,7 +18,7 @@ COMMANDS = {"run": run.main, "tune": tune.main, "verify": verify.main}
         ("--op nope", "unknown nope; known: ", "run tune"),
         ("--op ,", "name at least one", "run tune"),
         ("--dtype bf16,int3", "unknown int3; known: bf16, fp16", "run tune"),
-        ("--provider nope", "unknown nope; known: ours, ours_rounded, vllm", "run"),
+        ("--provider nope", "unknown nope; known: ours, ours_weight_only, vllm", "run"),
         ("--shape nope", "no shape 'nope'; known: mixtral, qwen3-30b", "run tune"),
         ("--shape tiny/0", "no shape 'tiny/0'", "run tune"),
         ("--shape tiny,mixtral/x", "NAME/DIVISOR, a divisor of at least 1", "run tune"),

@@ -46,7 +46,7 @@ def case_of(rows: int, dtype: str = "fp32") -> Case:
 
 def test_every_op_and_provider_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ops = ["fused_moe", "grouped_mlp", "parallel_linear", "route", "plan", "route_plan"]
-    names = ["ours", "ours_rounded", "vllm", "vllm_marlin", "vllm_fp8", "grouped_mm", "torch"]
+    names = ["ours", "ours_weight_only", "vllm", "vllm_marlin", "vllm_fp8", "grouped_mm", "torch"]
     path = tmp_path / "deep" / "results.csv"
     arguments = ["--op", ",".join(ops), "--shape", "tiny", "--rows", "1,4", "--dtype", "fp32,int4", "--device", "cpu"]
     arguments += ["--provider", ",".join(names), "--csv", str(path), "--plot", str(tmp_path), "--budget-s", "1e-3"]
@@ -55,7 +55,7 @@ def test_every_op_and_provider_end_to_end(tmp_path: Path, capsys: pytest.Capture
     assert len(records) == len(ops) * 2 * 2 * len(names)
     assert set(records[0]) == set(COLUMNS)
     for record in records:
-        if record["provider"].startswith(("vllm", "ours_rounded")):
+        if record["provider"].startswith(("vllm", "ours_weight_only")):
             assert record["error"].startswith("unsupported"), record
             assert not record["p50_us"]
         elif record["dtype"] == "fp32":
