@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,6 +19,7 @@ from bench.case import checked_rows
 from bench.timing import copies_for
 from moe_kernels.paged_attention.planner import Planner
 from moe_kernels.paged_attention.tiling import tiling_for
+from moe_kernels.paged_attention.trees import MOST, TreeRows
 from moe_kernels.paged_attention.work import Work
 
 BLOCK: Final = 16
@@ -57,9 +59,10 @@ class AttentionCase:
 
     def __init__(
         self, shape: Heads, lengths: Lengths, dtype: str, device: str, *, seed: int = 0, split: int | None = None,
-        window: int | None = None, copies: int | None = None,
+        window: int | None = None, copies: int | None = None, trees: bool = False,
     ) -> None:  # fmt: skip
         self.shape, self.lengths, self.dtype, self.device, self.window = shape, lengths, dtype, device, window
+        self.trees = trees
         self.copies = self._copies() if copies is None else copies
         generator = torch.Generator(device).manual_seed(seed)
         size = shape.kv_heads, shape.head_dim
@@ -96,7 +99,8 @@ class AttentionCase:
         return max(floors.memory_us(self.read_bytes), floors.compute_us(flops))
 
     def words(self, lengths: Lengths) -> Tensor:
-        return torch.from_numpy(self.planner.plan(lengths.rows, lengths.kv_len))
+        trees = {at: forks(rows) for at, rows in enumerate(lengths.rows) if 1 < rows <= MOST and self.trees}
+        return torch.from_numpy(self.planner.plan(lengths.rows, lengths.kv_len, trees))
 
     def _planner(self, split: int | None) -> Planner:
         shape, lengths, multiprocessors, warpgroups = self.shape, self.lengths, _CPU_MULTIPROCESSORS, True
@@ -109,7 +113,7 @@ class AttentionCase:
         )  # fmt: skip
         return Planner(
             tiling, rows=lengths.total, sequences=len(lengths.rows), positions=max(lengths.kv_len), split=split,
-            window=self.window,
+            window=self.window, trees=self.trees,
         )  # fmt: skip
 
     def contiguous(self, sequence: int) -> tuple[Tensor, Tensor]:
@@ -140,3 +144,13 @@ class AttentionCase:
         )
         scores_NL = torch.einsum("nh,lnh->nl", self.q_TNH[row].float(), k_LNH) * self.shape.head_dim**-0.5
         return torch.einsum("nl,lnh->nh", scores_NL.softmax(dim=-1), v_LNH)
+
+
+def forks(rows: int) -> TreeRows:
+    """Two branches that part at the first row, alternately."""
+    words, depths = [0], [0]
+    for row in range(1, rows):
+        parent = max(0, row - 2)
+        words.append(words[parent] | 1 << (row - 1))
+        depths.append(depths[parent] + 1)
+    return TreeRows(np.array(depths), np.array(words, dtype=np.uint64))

@@ -52,9 +52,11 @@ def requests(kind: str, streams: int, first: int, vocab: int) -> list[GenerateRe
     return [ask(f"r{number}", prompt(kind, first + number, vocab), ANSWER) for number in range(streams)]
 
 
-def engine_of(parts: Parts, drafts: int) -> Engine[Any]:
+def engine_of(parts: Parts, drafts: int, branches: int = 1) -> Engine[Any]:
     on_gpu = parts.model.device.type == "cuda"
-    config = SpeculativeConfig(method="ngram", num_speculative_tokens=drafts) if drafts else None
+    config = None
+    if drafts:
+        config = SpeculativeConfig(method="ngram", num_speculative_tokens=drafts, num_branches=branches)
     engine = parts.engine(
         CudaCapture(parts.model.device) if on_gpu else None, lookahead="all" if on_gpu else "off", max_num_seqs=320,
         max_num_batched_tokens=512, kv_blocks=4096, max_model_len=512, prefix_cache=False, speculative_config=config,
@@ -72,7 +74,7 @@ def timed(engine: Engine[Any], asked: list[GenerateRequest]) -> tuple[float, dic
 
 def measure(parts: Parts, kind: str, streams: int, options: argparse.Namespace) -> str:
     vocab = parts.model.spec.vocab_size
-    plain, drafting = engine_of(parts, 0), engine_of(parts, options.drafts)
+    plain, drafting = engine_of(parts, 0), engine_of(parts, options.drafts, options.branches)
     gains, same, all_tokens, seconds = [], 0, 0, {"plain": 0.0, "drafting": 0.0}
     rounds = max(options.rounds, -(-options.steps // ANSWER))
     for turn in range(rounds + 1):
@@ -100,6 +102,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--drafts", type=int, default=4)
+    parser.add_argument("--branches", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=0, help="steps without drafts to take at least, in rounds")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 4, 16, 64])

@@ -69,6 +69,13 @@ class KVCache:
         """Put a step's tokens into their slots. Both tensors are int64."""
         self.token_ids_S.index_copy_(0, slots_T, token_ids_T)
 
+    def move(self, from_A: Tensor, to_A: Tensor) -> None:
+        """Copy slots ``from_A`` to ``to_A``, int64 on the device of the cache: all are read before any is written."""
+        for kv_2NBKH in self._layers:
+            kv_2SKH = kv_2NBKH.flatten(1, 2)
+            kv_2SKH[:, to_A] = kv_2SKH[:, from_A]
+        self.token_ids_S[to_A] = self.token_ids_S[from_A]
+
     def clear(self, slots_T: Tensor) -> None:
         """Zero the slots ``slots_T``, int64 on the device of the cache."""
         for kv_2NBKH in self._layers:

@@ -292,6 +292,16 @@ def _invariant_linears_are_dense(settings: Settings, role: Role | None) -> None:
         )
 
 
+def _invariant_drafts_are_chains(settings: Settings, role: Role | None) -> None:
+    branches = settings.speculation is not None and settings.speculation.num_branches > 1
+    if settings.batch_invariant and branches and role in (None, ATTENTION):
+        raise ConfigError(
+            "--batch-invariant cannot be combined with num_branches in --speculative-config: keys of a branch lie in "
+            "other places, and sums have another order.",
+            hint="Leave num_branches or --batch-invariant out.",
+        )
+
+
 def _ranks_do_not_sleep(settings: Settings, role: Role | None) -> None:
     if settings.enable_sleep_mode and settings.layout == "lockstep" and role in (None, ATTENTION):
         raise ConfigError(
@@ -324,6 +334,7 @@ RULES: tuple[Rule, ...] = (
     _ranks_share_sums,
     _invariant_products_are_dense,
     _invariant_linears_are_dense,
+    _invariant_drafts_are_chains,
     _ranks_do_not_sleep,
     _rows_have_a_secret,
     _names_are_proven,

@@ -8,18 +8,20 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 SPECULATIVE = (
     'JSON with "method": "ngram", and if wanted num_speculative_tokens, prompt_lookup_min and prompt_lookup_max, each '
-    "from 1 to 16, the least no larger than the most"
+    "from 1 to 16, the least no larger than the most, and num_branches from 1 to 8"
 )
 """What a value has to be, for messages."""
 
 
 class SpeculativeConfig(BaseModel):
-    """``num_speculative_tokens`` is the longest chain of drafts; measured gain decides about shorter ones."""
+    """``num_speculative_tokens`` is the longest chain of drafts, ``num_branches`` how many of them make a tree at most;
+    measured gain decides about shorter and fewer ones."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     method: Literal["ngram"]
     num_speculative_tokens: int = Field(4, ge=1, le=16)
+    num_branches: int = Field(1, ge=1, le=8)
     prompt_lookup_min: int | None = Field(None, ge=1, le=16)
     prompt_lookup_max: int | None = Field(None, ge=1, le=16)
 

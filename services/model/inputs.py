@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from moe_kernels.paged_attention.trees import TreeRows
 from moe_kernels.paged_attention.work import Work
 
 
@@ -45,13 +46,15 @@ class SequenceRows(msgspec.Struct, frozen=True, kw_only=True):
 
     ``kv_len`` is the sequence's length after this step, so the rows hold the positions ``kv_len - length .. kv_len``.
     ``blocks`` are its KV blocks in order, at least ``ceil(kv_len / block_size)`` of them. ``length`` 1 is decode,
-    whatever made the row.
+    whatever made the row. With a ``tree`` these positions are places, where keys and values lie; how far a row is
+    behind the first one, and what it sees of the others, the tree says.
     """
 
     start: int
     length: int
     kv_len: int
     blocks: Sequence[int]
+    tree: TreeRows | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

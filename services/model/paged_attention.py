@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from moe_kernels.paged_attention.op import paged_attention
+from moe_kernels.paged_attention.trees import TreeRows
 from moe_kernels.paged_decode.op import paged_decode
 from services.model import tiled_attention
 from services.model.inputs import DecodeRows, PagedPieces, PagedRows, SequenceRows, StepInputs
@@ -150,12 +151,27 @@ class WindowPlanner:
         blocks = None if from_scratch else rows.blocks[first : -(-rows.kv_len // self._block_size)]
         width = rows.kv_len if blocks is None else len(blocks) * self._block_size
         position_W = torch.arange(rows.kv_len - rows.length, rows.kv_len, device=self._device)
+        mask_WL = self._mask(position_W - first * self._block_size, width, window) if masked else None
+        if rows.tree is not None:
+            known = rows.kv_len - rows.length + 1
+            mask_WL = self._tree_mask(rows.tree, known - first * self._block_size, width, window)
         return PromptPiece(
             start=rows.start,
             length=rows.length,
             blocks_M=None if blocks is None else upload(np.array(blocks, dtype=np.int64), self._device),
-            mask_WL=self._mask(position_W - first * self._block_size, width, window) if masked else None,
+            mask_WL=mask_WL,
         )
+
+    def _tree_mask(self, tree: TreeRows, known: int, width: int, window: int | None) -> Tensor:
+        """Return a mask ``[W, width]``: a row sees the ``known`` columns, of which the last is the first row's, with a
+        window only the last ones before its own position, and its ancestors, which follow them."""
+        node_A = np.arange(len(tree.depth_W) - 1, dtype=np.uint64)
+        hidden_WL = np.ones((len(tree.depth_W), width), dtype=np.bool_)
+        oldest_W1 = 0 if window is None else (known + tree.depth_W - window)[:, None]
+        hidden_WL[:, :known] = np.arange(known) < oldest_W1
+        hidden_WL[:, known : known + len(node_A)] = tree.within(window)[:, None] >> node_A & np.uint64(1) == 0
+        mask_WL = torch.zeros(hidden_WL.shape, dtype=self._mask_dtype, device=self._device)
+        return mask_WL.masked_fill_(upload(hidden_WL, self._device), -torch.inf)
 
     def _mask(self, position_R: Tensor, width: int, window: int | None) -> Tensor:
         """Return a mask ``[R, width]``: a row at position p sees columns up to p, with a window only the last ones."""

@@ -27,7 +27,7 @@ from services.model.inputs import StepInputs
 from services.model.length_groups import group_by_length
 from services.model.spec import ModelSpec
 from services.model.transfer import upload
-from services.model.work_lists import sequences_of
+from services.model.work_lists import sequences_of, trees_of
 
 LINES: Final = 8
 """Of a tile, at least: fewer make more products of a prompt, more make those of a decode larger."""
@@ -71,7 +71,8 @@ class TilePlanner:
         self._call_cost_chunks = CALL_COST / (spec.kv_size * self._chunk)
 
     def plan(self, inputs: StepInputs, window: int | None) -> tuple[Tiles, ...]:
-        """Return tiles that have all rows of a step."""
+        """Return tiles that have all rows of a step, none of which branch: that would change orders of sums."""
+        assert not trees_of(inputs)
         rows_S, kv_len_S, held_SB = sequences_of(inputs, self._block_size)
         last_S = -(-kv_len_S // self._block_size) - 1  # what follows a sequence's last block may hold NaN
         column_SB = np.minimum(np.arange(held_SB.shape[1]), last_S[:, None])

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from moe_kernels.paged_attention.planner import Planner
 from moe_kernels.paged_attention.tiling import tiling_for
+from moe_kernels.paged_attention.trees import TreeRows
 from moe_kernels.paged_attention.work import Work
 from services.model.inputs import PagedPieces, PagedRows, StepInputs
 from services.model.spec import ModelSpec
@@ -52,12 +53,15 @@ class WorkLists:
         self._tiling = tiling.uniform() if uniform else tiling
         self._split = SPLIT if uniform else None
 
-    def planners(self, *, rows: int, sequences: int, positions: int) -> Planners:
-        """Return planners for steps of ``rows`` rows of at most so many sequences of at most so many positions."""
+    def planners(self, *, rows: int, sequences: int, positions: int, trees: bool) -> Planners:
+        """Return planners for steps of ``rows`` rows of at most so many sequences of at most so many positions.
+
+        Args:
+            trees: whether rows may branch.
+        """
+        sizes = {"rows": rows, "sequences": sequences, "positions": positions}
         return {
-            window: Planner(
-                self._tiling, rows=rows, sequences=sequences, positions=positions, window=window, split=self._split
-            )
+            window: Planner(self._tiling, **sizes, window=window, split=self._split, trees=trees)
             for window in self._windows
         }
 
@@ -67,13 +71,24 @@ class WorkLists:
         blocks_SM = upload(table_SM, self._device)
         if not inputs.sequences and not self.uniform:
             return PagedRows(kv_len_B=upload(kv_len_S.astype(np.int32), self._device), blocks_BM=blocks_SM)
+        trees = trees_of(inputs)
         planners = self.planners(
-            rows=len(inputs.token_ids_T), sequences=len(rows_S), positions=table_SM.shape[1] * block_size
+            rows=len(inputs.token_ids_T),
+            sequences=len(rows_S),
+            positions=table_SM.shape[1] * block_size,
+            trees=bool(trees),
         )
-        words = {window: upload(planner.plan(rows_S, kv_len_S), self._device) for window, planner in planners.items()}
+        plans = {window: planner.plan(rows_S, kv_len_S, trees) for window, planner in planners.items()}
+        words = {window: upload(words_W, self._device) for window, words_W in plans.items()}
         return PagedPieces(
             blocks_SM=blocks_SM, work={window: Work.of(planners[window], words_W) for window, words_W in words.items()}
         )
+
+
+def trees_of(inputs: StepInputs) -> dict[int, TreeRows]:
+    """Return of each sequence of a step whose rows branch, by its number, how they do."""
+    pieces = enumerate(inputs.sequences, start=len(inputs.decodes or ()))
+    return {number: piece.tree for number, piece in pieces if piece.tree is not None}
 
 
 def sequences_of(inputs: StepInputs, block_size: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int32]]:

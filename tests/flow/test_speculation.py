@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
-from testkit.pocket.answers import answers_while, assert_recorded, complete_all, recorded, serve_pocket
+from testkit.pocket.answers import MAX_TOKENS, answers_while, assert_recorded, complete_all, recorded, serve_pocket
 from testkit.processes.servers import Server, bench
 from testkit.waiting import until
 
@@ -22,12 +22,33 @@ def _accepted(server: Server) -> float:
     return server.metric("expertmesh_accepted_draft_tokens_total")
 
 
-def test_no_token_changes_while_an_attention_worker_is_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("branches", [1, 4])
+def test_no_token_changes_while_an_attention_worker_is_killed(tmp_path: Path, branches: int) -> None:
+    drafts = json.dumps(json.loads(DRAFTS) | {"num_branches": branches})
     with bench(tmp_path) as stage:
-        server = serve_pocket(stage, workers=2, **ROOM)
+        server = serve_pocket(stage, workers=2, **ROOM | {"speculative_config": drafts})
         asyncio.run(answers_while(server, server.of_role("attention")[0].kill))
         until(lambda: _accepted(server) > 0, "drafts were accepted")
         until(lambda: len(server.of_role("attention")) == 2, "another one was started")
+
+
+TREES = json.dumps({"method": "ngram", "num_speculative_tokens": 1, "prompt_lookup_min": 1, "num_branches": 4})
+
+
+def test_no_token_changes_with_trees_in_little_memory(tmp_path: Path) -> None:
+    """64 streams whose prompts begin alike and come in pieces; preempted sequences are computed again."""
+    wanted = [one for one in recorded() if len(one["output_ids"]) == MAX_TOKENS][:64]
+    small = {"kv_blocks": 300, "block_size": 4, "max_model_len": 256, "max_num_batched_tokens": 96, "max_num_seqs": 160}
+    with bench(tmp_path) as stage:
+        server = serve_pocket(stage, speculative_config=TREES, **small)
+        for _ in range(2):
+            assert_recorded(wanted, asyncio.run(complete_all(server.url, wanted, at_once=64)))
+        until(lambda: _accepted(server) > 0, "drafts were accepted")
+        chains = server.metric("expertmesh_draft_chains_total")
+        assert server.metric("expertmesh_draft_tokens_total") > chains, "a chain has one draft, a tree has more"
+        names = ("preemptions", "prefix_cache_hit_tokens", "prefill_chunks")
+        seen = [server.metric(f"expertmesh_{name}_total") for name in names]
+        assert min(seen) > 0
 
 
 @pytest.mark.parametrize(

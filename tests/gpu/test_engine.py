@@ -59,7 +59,8 @@ def test_a_crowd_changes_no_bit_of_batch_invariant_answers(dtype: torch.dtype) -
 
 @pytest.mark.parametrize("lookahead", ["off", "all"])
 @pytest.mark.parametrize("graphs", [False, True], ids=["eagerly", "by graph"])
-def test_drafts_change_no_answer(pocket: Parts, graphs: bool, lookahead: Lookahead) -> None:
+@pytest.mark.parametrize("branches", [1, 4])
+def test_drafts_change_no_answer(pocket: Parts, graphs: bool, lookahead: Lookahead, branches: int) -> None:
     """Each prompt is followed by its own answer, so that much of what is looked up there is right."""
     sizes = {"max_num_batched_tokens": 512, "max_model_len": 1024, "kv_blocks": 2048}
     requests = [
@@ -69,7 +70,7 @@ def test_drafts_change_no_answer(pocket: Parts, graphs: bool, lookahead: Lookahe
     plain = pocket.engine(CudaCapture(GPU) if graphs else None, max_num_seqs=64, lookahead=lookahead, **sizes)
     drafting = pocket.engine(
         CudaCapture(GPU) if graphs else None, max_num_seqs=256, lookahead=lookahead,
-        speculative_config=SpeculativeConfig(method="ngram"), **sizes,
+        speculative_config=SpeculativeConfig(method="ngram", num_branches=branches), **sizes,
     )  # fmt: skip
     plain.prepare()
     drafting.prepare()

@@ -32,6 +32,8 @@ OPTIONS: Final[dict[str, dict[str, Any]]] = {
     "sinks": {"sinks": True, "window": 128},
     "softcap": {"softcap": 20.0},
     "split": {"split": 512},
+    "trees": {"trees": True},
+    "trees, window": {"trees": True, "window": 3},
 }
 SPLIT: Final = 256
 CPU_DIVISOR: Final = 40

@@ -9,11 +9,13 @@ a row next to each other, L positions.
 import triton
 import triton.language as tl
 
-from moe_kernels.paged_attention import planner
+from moe_kernels.paged_attention import planner, trees
 
 HEADER = tl.constexpr(planner.HEADER)
 ITEM = tl.constexpr(planner.ITEM)
 MERGED = tl.constexpr(planner.MERGED)
+SEEN = tl.constexpr(trees.SEEN)
+MOST = tl.constexpr(trees.MOST)
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -35,14 +37,29 @@ def capped(score, cap):
 
 
 @triton.jit
+def in_tree(position_L, first_M, known_M, low_M, high_M):
+    """Whether a line sees a place: one that is known, from its first one on, or that of an ancestor, by the bits of two
+    words (:mod:`moe_kernels.paged_attention.trees`).
+
+    Example: known 3, low 0b101: places up to 2, 3 and 5.
+    """
+    node_ML = position_L[None, :] - known_M[:, None]
+    word_ML = tl.where(node_ML < 32, low_M[:, None], high_M[:, None])
+    ancestor_ML = (node_ML >= 0) & (node_ML < MOST) & ((word_ML >> (node_ML & 31) & 1) == 1)
+    return ancestor_ML | ((node_ML < 0) & (position_L[None, :] >= first_M[:, None]))
+
+
+@triton.jit
 def look(
-    at, top_M, total_M, sum_MH, q_MH, position_M, k, v, blocks, oldest, end, window, head, scale, cap, J,
+    at, top_M, total_M, sum_MH, q_MH, position_M, known_M, low_M, high_M, k, v, blocks, oldest, end, window, head,
+    scale, cap, J,
     H: tl.constexpr, B: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_L: tl.constexpr, SOFTCAP: tl.constexpr,
-    EDGE: tl.constexpr, DTYPE: tl.constexpr,
+    EDGE: tl.constexpr, TREES: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """The tile's lines meet the positions from ``at`` on, by online softmax (Milakov and Gimelshein 2018) in base 2.
     Without ``EDGE`` every line sees all of them. Positions outside of ``oldest .. end`` are not read. No line sees
-    them: ``end`` is the end of a tile or of what the last row sees.
+    them: ``end`` is the end of a tile or of what the last row sees. With ``TREES`` ``position_M`` is the first place
+    that a line sees.
     """
     position_L, columns = at + tl.arange(0, BLOCK_L), tl.arange(0, BLOCK_H)
     read_L = (position_L < end) & (position_L >= oldest)
@@ -64,7 +81,11 @@ def look(
         score_ML = capped(score_ML, cap)
     score_ML *= LOG2_E
     if EDGE:
-        seen_ML = (position_L[None, :] <= position_M[:, None]) & (position_L[None, :] > position_M[:, None] - window)
+        if TREES:
+            seen_ML = in_tree(position_L, position_M, known_M, low_M, high_M)
+        else:
+            seen_ML = (position_L[None, :] <= position_M[:, None])
+            seen_ML &= (position_L[None, :] > position_M[:, None] - window)
         score_ML = tl.where(seen_ML, score_ML, float("-inf"))
     higher_M = tl.maximum(top_M, tl.max(score_ML, axis=1))
     base_M = tl.where(higher_M == float("-inf"), 0.0, higher_M) if EDGE else higher_M
@@ -83,9 +104,10 @@ def look(
 
 @triton.jit
 def attend(
-    q, k, v, blocks_SM, item, head, sinks, out, sums, logs, scale, cap, window, stride_t, stride_n, stride_m, J,
+    q, k, v, blocks_SM, item, head, sinks, seen, out, sums, logs, scale, cap, window, stride_t, stride_n, stride_m, J,
     G: tl.constexpr, H: tl.constexpr, B: tl.constexpr, LINES: tl.constexpr, BLOCK_H: tl.constexpr,
-    BLOCK_L: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, INNER: tl.constexpr, DTYPE: tl.constexpr,
+    BLOCK_L: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, INNER: tl.constexpr, TREES: tl.constexpr,
+    DTYPE: tl.constexpr,
 ):  # fmt: skip
     """One item and key head. With ``INNER`` tiles that every line sees as a whole go without masks, before the rest."""
     row, rows, position = tl.load(item + 1).to(tl.int64), tl.load(item + 2), tl.load(item + 3)
@@ -104,24 +126,33 @@ def attend(
         if slot < 0:
             top_M = tl.load(sinks + head_M, mask=asked_M, other=0.0).to(tl.float32) * LOG2_E
             total_M += 1.0
-    oldest = tl.maximum(position - window + 1, 0)
-    # What all lines see: from the window of the last row to the position of the first.
+    oldest, known = tl.maximum(position - window + 1, 0), position + 1
+    known_M, low_M, high_M = position_M, position_M, position_M
+    if TREES:
+        seen_M = seen + (row + row_M) * SEEN
+        position_M = tl.load(seen_M, mask=asked_M, other=2147483647)
+        known_M = tl.load(seen_M + 1, mask=asked_M, other=0)
+        low_M, high_M = tl.load(seen_M + 2, mask=asked_M, other=0), tl.load(seen_M + 3, mask=asked_M, other=0)
+        oldest, known = tl.min(position_M, axis=0), tl.load(seen + row * SEEN + 1)
+    # What all lines see: from the window of the last row to what the first one knows.
     inner, after = begin, begin
     if INNER:
         inner = tl.cdiv(tl.maximum(position + rows - window, begin), BLOCK_L) * BLOCK_L
-        after = tl.maximum(tl.minimum(position + 1, end) // BLOCK_L * BLOCK_L, inner)
+        after = tl.maximum(tl.minimum(known, end) // BLOCK_L * BLOCK_L, inner)
         for at in range(inner, after, BLOCK_L):
             top_M, total_M, sum_MH = look(
-                at, top_M, total_M, sum_MH, q_MH, position_M, k, v, blocks, oldest, end, window, head, scale, cap, J,
-                H=H, B=B, BLOCK_H=BLOCK_H, BLOCK_L=BLOCK_L, SOFTCAP=SOFTCAP, EDGE=False, DTYPE=DTYPE,
+                at, top_M, total_M, sum_MH, q_MH, position_M, known_M, low_M, high_M, k, v, blocks, oldest, end, window,
+                head, scale, cap, J, H=H, B=B, BLOCK_H=BLOCK_H, BLOCK_L=BLOCK_L, SOFTCAP=SOFTCAP, EDGE=False,
+                TREES=TREES, DTYPE=DTYPE,
             )  # fmt: skip
     before = (tl.minimum(inner, end) - begin + BLOCK_L - 1) // BLOCK_L
     edges = before + tl.cdiv(tl.maximum(end - after, 0), BLOCK_L)
     for edge in range(edges):
         at = tl.where(edge < before, begin + edge * BLOCK_L, after + (edge - before) * BLOCK_L)
         top_M, total_M, sum_MH = look(
-            at, top_M, total_M, sum_MH, q_MH, position_M, k, v, blocks, oldest, end, window, head, scale, cap, J,
-            H=H, B=B, BLOCK_H=BLOCK_H, BLOCK_L=BLOCK_L, SOFTCAP=SOFTCAP, EDGE=True, DTYPE=DTYPE,
+            at, top_M, total_M, sum_MH, q_MH, position_M, known_M, low_M, high_M, k, v, blocks, oldest, end, window,
+            head, scale, cap, J, H=H, B=B, BLOCK_H=BLOCK_H, BLOCK_L=BLOCK_L, SOFTCAP=SOFTCAP, EDGE=True, TREES=TREES,
+            DTYPE=DTYPE,
         )  # fmt: skip
     total_M = tl.where(total_M == 0.0, 1.0, total_M)  # a line that sees nothing of a part: 0, of weight 2^-inf
     mean_MH = sum_MH / total_M[:, None]
@@ -135,11 +166,12 @@ def attend(
         tl.store(logs + place_M, top_M + tl.log2(total_M), mask=asked_M)
 
 
-@triton.jit(do_not_specialize=["scale", "cap", "window", "stride_m"])
+@triton.jit(do_not_specialize=["scale", "cap", "window", "seen_at", "stride_m"])
 def paged_attention_kernel(
-    q, k, v, blocks_SM, words, sinks, out, sums, logs, scale, cap, window, stride_t, stride_n, stride_m, J,
+    q, k, v, blocks_SM, words, sinks, out, sums, logs, scale, cap, window, seen_at, stride_t, stride_n, stride_m, J,
     G: tl.constexpr, H: tl.constexpr, B: tl.constexpr, NARROW: tl.constexpr, WIDE: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_L: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, DTYPE: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_L: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, TREES: tl.constexpr,
+    DTYPE: tl.constexpr,
 ):  # fmt: skip
     """All items for all J key heads: a unit is an item for one of them. What an item sees as a whole goes to ``out``;
     of a part, the mean of the values goes to ``sums`` [slots, N, H] and the logarithm of its weight to ``logs``.
@@ -155,21 +187,21 @@ def paged_attention_kernel(
             if WIDE:
                 if tl.load(item + 7) != 0:
                     attend(
-                        q, k, v, blocks_SM, item, head, sinks, out, sums, logs, scale, cap, window, stride_t, stride_n,
-                        stride_m, J, G=G, H=H, B=B, LINES=WIDE, BLOCK_H=BLOCK_H, BLOCK_L=BLOCK_L, SOFTCAP=SOFTCAP,
-                        SINKS=SINKS, INNER=True, DTYPE=DTYPE,
+                        q, k, v, blocks_SM, item, head, sinks, words + seen_at, out, sums, logs, scale, cap, window,
+                        stride_t, stride_n, stride_m, J, G=G, H=H, B=B, LINES=WIDE, BLOCK_H=BLOCK_H, BLOCK_L=BLOCK_L,
+                        SOFTCAP=SOFTCAP, SINKS=SINKS, INNER=True, TREES=TREES, DTYPE=DTYPE,
                     )  # fmt: skip
                 else:
                     attend(
-                        q, k, v, blocks_SM, item, head, sinks, out, sums, logs, scale, cap, window, stride_t, stride_n,
-                        stride_m, J, G=G, H=H, B=B, LINES=NARROW, BLOCK_H=BLOCK_H, BLOCK_L=BLOCK_L, SOFTCAP=SOFTCAP,
-                        SINKS=SINKS, INNER=False, DTYPE=DTYPE,
+                        q, k, v, blocks_SM, item, head, sinks, words + seen_at, out, sums, logs, scale, cap, window,
+                        stride_t, stride_n, stride_m, J, G=G, H=H, B=B, LINES=NARROW, BLOCK_H=BLOCK_H, BLOCK_L=BLOCK_L,
+                        SOFTCAP=SOFTCAP, SINKS=SINKS, INNER=False, TREES=TREES, DTYPE=DTYPE,
                     )  # fmt: skip
             else:
                 attend(
-                    q, k, v, blocks_SM, item, head, sinks, out, sums, logs, scale, cap, window, stride_t, stride_n,
-                    stride_m, J, G=G, H=H, B=B, LINES=NARROW, BLOCK_H=BLOCK_H, BLOCK_L=BLOCK_L, SOFTCAP=SOFTCAP,
-                    SINKS=SINKS, INNER=False, DTYPE=DTYPE,
+                    q, k, v, blocks_SM, item, head, sinks, words + seen_at, out, sums, logs, scale, cap, window,
+                    stride_t, stride_n, stride_m, J, G=G, H=H, B=B, LINES=NARROW, BLOCK_H=BLOCK_H, BLOCK_L=BLOCK_L,
+                    SOFTCAP=SOFTCAP, SINKS=SINKS, INNER=False, TREES=TREES, DTYPE=DTYPE,
                 )  # fmt: skip
 
 

@@ -30,9 +30,9 @@ def launch(
     has_sinks = sinks is not None
     paged_attention_kernel[(tiling.programs,)](
         q_TNH, k_PBJH, v_PBJH, blocks_SM, work.words_W, sinks if has_sinks else q_TNH, out_TNH, sums, logs, scale,
-        softcap or 1.0, window, q_TNH.stride(0), q_TNH.stride(1), blocks_SM.shape[1], tiling.kv_heads,
+        softcap or 1.0, window, room.seen_at, q_TNH.stride(0), q_TNH.stride(1), blocks_SM.shape[1], tiling.kv_heads,
         G=tiling.group, H=head_dim, B=k_PBJH.shape[1], NARROW=tiling.narrow, WIDE=tiling.wide, BLOCK_H=block_h,
-        BLOCK_L=tiling.length, SOFTCAP=softcap is not None, SINKS=has_sinks,
+        BLOCK_L=tiling.length, SOFTCAP=softcap is not None, SINKS=has_sinks, TREES=room.trees,
         DTYPE=tl.float32 if backend.upcast(q_TNH.dtype) else _DTYPES[q_TNH.dtype],
         num_warps=tiling.num_warps, num_stages=tiling.num_stages,
     )  # fmt: skip

@@ -6,6 +6,7 @@ In: rows and length of each sequence. Out: int32 words, which the kernels read o
     HEADER words   how many items, how many rows to merge, zeros
     items          sequence, first row, rows, position of the first row, first position, end, slot, 1 if wide; 8 each
     rows to merge  row, first slot, slots from one part to the next, parts; 4 each
+    what rows see  where some may branch: 4 for each row (:mod:`moe_kernels.paged_attention.trees`)
 
 First positions are multiples of the tiling's length, and so are ends of parts but for a tile's last. A slot is a row of
 the parts' sums. An item with slot -1 sees all that its rows see and writes them out; the others are
@@ -16,7 +17,9 @@ Legend: S sequences, T tiles (rows of one sequence), I items.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Final
 
 import numpy as np
@@ -24,6 +27,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from moe_kernels.arguments import ArgumentError, check_count, require
 from moe_kernels.paged_attention.tiling import Tiling
+from moe_kernels.paged_attention.trees import SEEN, TreeRows, check, seen_words
 
 HEADER: Final = 8
 ITEM: Final = 8
@@ -42,7 +46,8 @@ Ints = NDArray[np.int64]
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Room:
     """The most that a list holds: ``rows`` of a step, its ``sequences``, ``positions`` of one of them, and what follows
-    from these: ``items``, ``slots`` and rows to merge (``merged``). All are part of a CUDA graph."""
+    from these: ``items``, ``slots`` and rows to merge (``merged``). ``trees``: rows may branch. All are part of a CUDA
+    graph."""
 
     rows: int
     sequences: int
@@ -50,14 +55,19 @@ class Room:
     items: int
     slots: int
     merged: int
+    trees: bool = False
 
     @property
     def merged_at(self) -> int:
         return HEADER + ITEM * self.items
 
     @property
-    def words(self) -> int:
+    def seen_at(self) -> int:
         return self.merged_at + MERGED * self.merged
+
+    @property
+    def words(self) -> int:
+        return self.seen_at + (SEEN * self.rows if self.trees else 0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,6 +97,7 @@ class Planner:
             for a sequence then depends on no other one, with the same tiling.
         slots: sums of parts, rows of float32, that there is memory for. None: as many as a step can need, which
             without ``split`` is bounded by the GPU's programs.
+        trees: whether rows may branch.
 
     Raises:
         ArgumentError: a number is out of bounds.
@@ -102,6 +113,7 @@ class Planner:
         window: int | None = None,
         split: int | None = None,
         slots: int | None = None,
+        trees: bool = False,
     ) -> None:
         check_count("rows", rows, 0, 2**24)
         check_count("sequences", sequences, 0, 2**24)
@@ -115,22 +127,29 @@ class Planner:
         if slots is not None:
             check_count("slots", slots, 0)
         self.tiling, self.window, self.split = tiling, window, split
-        self.room = _room(tiling, rows, sequences, positions, split, slots)
+        self.room = replace(_room(tiling, rows, sequences, positions, split, slots), trees=trees)
 
-    def plan(self, rows_S: ArrayLike, kv_len_S: ArrayLike) -> NDArray[np.int32]:
+    def plan(
+        self, rows_S: ArrayLike, kv_len_S: ArrayLike, trees: Mapping[int, TreeRows] = MappingProxyType({})
+    ) -> NDArray[np.int32]:
         """Return the words of a step. Sequence s has the rows from ``sum(rows_S[:s])`` on.
 
         Args:
             rows_S: rows of each sequence in this step, 0 or more.
             kv_len_S: positions of each sequence, with those of this step, which are its last.
+            trees: of each sequence whose rows branch; its positions here are places.
 
         Raises:
-            ArgumentError: more rows, sequences, positions or slots than there is room for, or more rows than positions.
+            ArgumentError: more rows, sequences, positions or slots than there is room for, more rows than positions, or
+                a tree that does not fit.
 
         Example: 2 rows of a sequence of 5 positions and 1 of one of 3, room for 4 rows, narrow tiles of 4 rows: items
         (0, 0, 2, 3, 0, 5, -1, 0), (1, 2, 1, 2, 0, 3, -1, 0) and, for the row that is left, (2, 3, 1, -1, 0, 0, -1, 0).
         """
-        tiles = self._tiles(*self._checked(rows_S, kv_len_S))
+        rows_S, kv_len_S = self._checked(rows_S, kv_len_S)
+        require(self.room.trees or not trees, "the list has no words for rows that branch: plan it with trees=True")
+        check(trees, rows_S[:-1])
+        tiles = self._tiles(rows_S, kv_len_S, trees)
         origin_T, each_T = self._cuts(tiles)
         parts_T = np.maximum(-(-(tiles.end_T - origin_T) // each_T), 1)
         room, words = self.room, np.empty(self.room.words, dtype=np.int32)
@@ -138,11 +157,15 @@ class Planner:
         assert items <= room.items, (items, room)
         words[:HEADER] = 0
         words[0] = items
+        if room.trees:
+            words[room.seen_at :] = seen_words(rows_S, kv_len_S, trees, self.window).ravel()
         into = words[HEADER : HEADER + ITEM * items].reshape(items, ITEM)
         if items == len(parts_T):  # nothing is cut
             self._sorted(tiles, tiles.first_T, tiles.end_T, np.full(items, -1), into)
         else:
-            words[1] = self._parts(tiles, origin_T, each_T, parts_T, into, words[room.merged_at :].reshape(-1, MERGED))
+            words[1] = self._parts(
+                tiles, origin_T, each_T, parts_T, into, words[room.merged_at : room.seen_at].reshape(-1, MERGED)
+            )
         return words
 
     def _checked(self, rows_S: ArrayLike, kv_len_S: ArrayLike) -> tuple[Ints, Ints]:
@@ -161,7 +184,7 @@ class Planner:
         rows[-1] = room.rows - used
         return rows, kv_len
 
-    def _tiles(self, rows_S: Ints, kv_len_S: Ints) -> _Tiles:
+    def _tiles(self, rows_S: Ints, kv_len_S: Ints, trees: Mapping[int, TreeRows]) -> _Tiles:
         tiling = self.tiling
         wide_S = rows_S > (tiling.narrow_rows if tiling.wide else self.room.rows)
         height_S = np.where(wide_S, tiling.wide_rows, tiling.narrow_rows)
@@ -174,7 +197,8 @@ class Planner:
         if self.window is None:
             first_T = np.zeros_like(end_T)
         else:
-            first_T = np.maximum(position_T - (self.window - 1), 0) // tiling.length * tiling.length
+            oldest_T = position_T - np.where(np.isin(sequence_T, list(trees)), inside_T, 0)  # one may follow the first
+            first_T = np.maximum(oldest_T - (self.window - 1), 0) // tiling.length * tiling.length
         return _Tiles(
             sequence_T=sequence_T, row_T=(np.cumsum(rows_S) - rows_S)[sequence_T] + inside_T, rows_T=rows_T,
             position_T=position_T, first_T=first_T, end_T=end_T, wide_T=wide_S[sequence_T],

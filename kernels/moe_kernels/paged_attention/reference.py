@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_kernels.paged_attention.planner import HEADER, ITEM
+from moe_kernels.paged_attention.trees import MOST, SEEN
 from moe_kernels.paged_attention.work import Work
 
 
@@ -23,9 +24,14 @@ def launch(
     for sequence, row, rows, position in {tuple(item) for item in items.tolist()}:  # parts have the same rows
         if position < 0:
             continue
-        first, end = max(position - window + 1, 0), position + rows
+        at, end = work.room.seen_at + SEEN * row, position + rows
+        words_R = work.words_W[at : at + SEEN * rows].view(rows, SEEN) if work.room.trees else None
+        first = max(position - window + 1, 0) if words_R is None else int(words_R[:, 0].min())
         k_LJH, v_LJH = (_positions(cache, blocks_SM[sequence], first, end, q_TNH.dtype) for cache in (k_PBJH, v_PBJH))
-        seen_RL = _seen(position - first, rows, end - first, window, q_TNH.device)
+        if words_R is None:
+            seen_RL = _seen(position - first, rows, end - first, window, q_TNH.device)
+        else:
+            seen_RL = _in_tree(words_R.to(torch.int64), torch.arange(first, end, device=q_TNH.device))
         q_RJGH = q_TNH[row : row + rows].float().view(rows, k_LJH.shape[1], -1, q_TNH.shape[2])
         scores_RJGL = torch.einsum("rjgh,ljh->rjgl", q_RJGH, k_LJH) * scale
         if softcap is not None:
@@ -49,6 +55,15 @@ def _seen(position: int, rows: int, length: int, window: int, device: torch.devi
     position_R1 = torch.arange(position, position + rows, device=device).unsqueeze(1)
     position_L = torch.arange(length, device=device)
     return (position_L <= position_R1) & (position_L > position_R1 - window)
+
+
+def _in_tree(words_R: Tensor, place_L: Tensor) -> Tensor:
+    """Whether a row sees a place, by its words: bool ``[R, L]``."""
+    first_R1, known_R1, low_R1, high_R1 = words_R.T.unsqueeze(-1).unbind()
+    node_RL = place_L - known_R1
+    bits_R1 = high_R1 << 32 | low_R1 & 0xFFFFFFFF
+    ancestor_RL = (node_RL >= 0) & (node_RL < MOST) & (bits_R1 >> node_RL.clamp(0, MOST - 1) & 1 == 1)
+    return ancestor_RL | ((node_RL < 0) & (place_L >= first_R1))
 
 
 def _shares(scores_RJGL: Tensor, sinks_N: Tensor | None) -> Tensor:

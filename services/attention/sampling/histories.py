@@ -4,8 +4,9 @@ A step writes its tokens into their slots before it draws (:mod:`services.attent
 a draw are there, even one that the host does not know yet. The host only uploads each row's blocks, once, and the range
 of positions, each step. Nothing is counted from step to step, so nothing has to be undone when a step runs again or is
 discarded, or restored when a sequence is recomputed or takes its prefix from another one.
+Of a tree of drafts a slot has one token only: rows of other branches get theirs from the host, which drafted them.
 Legend: E rows that look back, P some of these, M blocks of a sequence, S slots, N blocks that all P read together,
-B slots of a block, F blocks at the edges: the first and the last of each row.
+B slots of a block, F blocks at the edges: the first and the last of each row, A tokens of other branches.
 """
 
 from __future__ import annotations
@@ -51,12 +52,46 @@ class Tokens:
 
 
 @dataclass(frozen=True, slots=True)
+class Elsewhere:
+    """Tokens that are not in the slots of their positions: rows (ascending), positions and tokens."""
+
+    row_A: NDArray[np.int64]
+    position_A: NDArray[np.int64]
+    token_A: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, plan: StepPlan) -> Elsewhere | None:
+        """Return those of the trees of ``plan``; None without any."""
+        found, row = list[tuple[int, int, int]](), sum(state.row.looks_back for state in plan.decodes)
+        for chain in plan.chains:
+            if not chain.state.row.looks_back:
+                continue
+            if (tree := chain.tree) is not None:
+                found += (
+                    (row + draw, chain.start + depth, tree.tokens[node - 1])
+                    for draw in range(chain.length)
+                    for depth, node in enumerate(tree.path(draw), start=1)
+                    if node != depth
+                )
+            row += chain.length
+        return cls(*np.array(found, dtype=np.int64).T.copy()) if found else None
+
+    def among(self, row_P: NDArray[np.int64], place_P: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return places and tokens of those that rows ``row_P`` (ascending) have; ``place_P``: the place of each row's
+        position 0."""
+        at_A = np.searchsorted(row_P, self.row_A).clip(max=len(row_P) - 1)
+        there_A = row_P[at_A] == self.row_A
+        return np.stack((place_P[at_A] + self.position_A, self.token_A))[:, there_A]
+
+
+@dataclass(frozen=True, slots=True)
 class History:
     """The earlier tokens of E rows. ``blocks_EM`` may get more blocks later; those that it names stay."""
 
     token_ids_S: Tensor
     block_size: int
     blocks_EM: Tensor
+    elsewhere: Elsewhere | None = None
 
     def look(self, row_P: NDArray[np.int64], first_P: NDArray[np.int64], end_P: NDArray[np.int64]) -> Tokens:
         """Return the tokens of rows ``row_P`` at the positions ``first_P .. end_P``, at least one for each row."""
@@ -71,6 +106,9 @@ class History:
         at_N = torch.arange(len(row_N), device=device).add_(shift.index_select(0, row_N))
         block_N = self.blocks_EM.view(-1).index_select(0, at_N)
         token_NB = self.token_ids_S.view(-1, size).index_select(0, block_N)
+        if self.elsewhere is not None:
+            place_A, token_A = upload(self.elsewhere.among(row_P, (start_P - column_P) * size), device)
+            token_NB.view(-1).index_copy_(0, place_A, token_A)
         ends_P = start_P + count_P - 1
         edge_F, last_F = upload(
             np.stack((np.concatenate((start_P, ends_P)), np.tile(ends_P * size + (end_P - 1) % size, 2))), device
@@ -99,7 +137,9 @@ class Histories:
     def of(self, plan: StepPlan) -> History | None:
         """Return the history of the rows of ``plan`` that look back, in their order; None without such rows."""
         blocks_EM = self._blocks.of([state.blocks for state in plan.drawing if state.row.looks_back])
-        return History(self._token_ids_S, self._block_size, blocks_EM) if len(blocks_EM) else None
+        if not len(blocks_EM):
+            return None
+        return History(self._token_ids_S, self._block_size, blocks_EM, Elsewhere.of(plan))
 
 
 class _BlockRows:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import msgspec
 
 from services.attention.sequences.sequence import DrawRow, SequenceState
+from services.attention.sequences.tree import TokenTree
 from services.errors import RequestError
 from services.messages import PromptScores, TokenLogprob
 from services.prefix import PrefixScope
@@ -31,7 +32,8 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True):
 
     ``draws``: the next token is drawn from the last row. ``scored``: prompt positions whose log-probability is wanted;
     the row of token ``p - 1`` scores position ``p``. ``drafts``: a chain of guesses that follow the known tokens, with
-    a row each; every row of a chain draws, and the last known token's is its first.
+    a row each; every row of a chain draws, and the last known token's is its first. ``tree``: the drafts branch; then
+    ``start + i`` is the place of row i in the sequence's blocks, and its position is that of its depth.
     """
 
     state: SequenceState
@@ -40,6 +42,7 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True):
     draws: bool
     scored: range
     drafts: tuple[int, ...] = ()
+    tree: TokenTree | None = None
 
     @property
     def end(self) -> int:
@@ -64,9 +67,22 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True):
         length = 1 + len(drafts)
         return cls(state=state, start=state.computed, length=length, draws=True, scored=range(0), drafts=tuple(drafts))
 
+    @classmethod
+    def of_tree(cls, state: SequenceState, tree: TokenTree) -> Piece:
+        """Return the last token of ``state``, which decodes, and the nodes of ``tree`` after it."""
+        chain = cls.chain(state, tree.tokens)
+        return msgspec.structs.replace(chain, tree=tree) if tree.branches else chain
+
+    @property
+    def depth(self) -> int:
+        """The longest way through the drafts."""
+        return len(self.drafts) if self.tree is None else max(self.tree.depths())
+
     @property
     def rows(self) -> Iterator[DrawRow]:
         """The rows from which tokens are drawn, in order: those of the last known token and of each draft."""
+        if self.tree is not None:
+            return (self.state.row.after(depth, number) for depth, number in self.tree.levels())
         return (self.state.row.after(drafts) for drafts in range(1 + len(self.drafts) if self.draws else 0))
 
 
@@ -116,22 +132,24 @@ class StepPlan:
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """Result of a piece: the drawn token, if it draws, and scores of ``Piece.scored``; or the error. ``further``: what
-    was drawn after each accepted draft, in order."""
+    was drawn after each accepted draft, in order; ``accepted``: the rows of those drafts."""
 
     token_id: int | None = None
     logprob: TokenLogprob | None = None
     scores: PromptScores | None = None
     error: RequestError | None = None
     further: tuple[Outcome, ...] = ()
+    accepted: tuple[int, ...] = ()
 
     @classmethod
-    def verified(cls, drawn: Sequence[Outcome], drafts: Sequence[int]) -> Outcome:
-        """Return the result of a chain by what each of its rows drew. A draft is accepted if it is what the row before
-        it drew, and so are all before it; rows after the first other one have seen a token that is not there."""
-        accepted = 0
-        while accepted < len(drafts) and drawn[accepted].token_id == drafts[accepted]:
-            accepted += 1
-        return msgspec.structs.replace(drawn[0], further=tuple(drawn[1 : accepted + 1])) if accepted else drawn[0]
+    def verified(cls, drawn: Sequence[Outcome], drafts: Sequence[int], tree: TokenTree | None = None) -> Outcome:
+        """Return the result of a chain, or of a ``tree`` of ``drafts``, by what each of its rows drew. A draft is
+        accepted if it is what the row before it drew, and so are all before it; rows after any other one have seen a
+        token that is not there."""
+        tree = tree or TokenTree(tuple(drafts), tuple(range(len(drafts))))
+        path = tuple(tree.walk([each.token_id for each in drawn]))
+        further = tuple(drawn[row] for row in path)
+        return msgspec.structs.replace(drawn[0], further=further, accepted=path) if path else drawn[0]
 
 
 @dataclass(kw_only=True, slots=True)

@@ -68,7 +68,7 @@ class DrawRow:
     """See :func:`sequence_key`."""
     narrow_heads: int = field(init=False, default=0)
     """How many widths were too narrow for its filters; see :mod:`services.attention.sampling.filters`."""
-    _behind: list[DrawRow] = field(init=False, default_factory=list)
+    _behind: dict[tuple[int, int], DrawRow] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         params = self.params
@@ -80,19 +80,20 @@ class DrawRow:
         )
         self.may_edit = self.looks_back or bool(params.logit_bias) or (params.min_tokens > 0 and bool(self.stop_ids))
 
-    def after(self, drafts: int) -> DrawRow:
-        """Return the draw of the same sequence after so many drafts; the same object each time."""
-        while len(self._behind) < drafts:
-            self._behind.append(
-                DrawRow(
-                    params=self.params,
-                    token_ids=self.token_ids,
-                    prompt_len=self.prompt_len,
-                    stop_ids=self.stop_ids,
-                    drafts=len(self._behind) + 1,
-                )
+    def after(self, drafts: int, number: int = 0) -> DrawRow:
+        """Return the draw of the same sequence after so many drafts; the same object each time for a ``number``, in
+        which draws differ that come after equally many."""
+        if not drafts:
+            return self
+        if (drafts, number) not in self._behind:
+            self._behind[drafts, number] = DrawRow(
+                params=self.params,
+                token_ids=self.token_ids,
+                prompt_len=self.prompt_len,
+                stop_ids=self.stop_ids,
+                drafts=drafts,
             )
-        return self._behind[drafts - 1] if drafts else self
+        return self._behind[drafts, number]
 
     def position(self, ahead: int) -> int:
         """Return the position of the draw when ``ahead`` more tokens are known than ``token_ids`` has."""

@@ -1,8 +1,9 @@
-"""Decides by measured time how long chains of drafts are for a batch of so many sequences; 0: there are none.
+"""Decides by measured time how many drafts sequences have in a batch of so many: how long chains of them are, and how
+many make a tree.
 
 Drafts cost rows, rows wake experts, and a step with drafts is launched only once the one before it is read. How much
 that costs depends on model, device, layout and batch; how much it gains, on the text. Both are measured as one: tokens
-of a sequence in a second, by the length of chains, for batches of about as many sequences. The best length is used, and
+of a sequence in a second, by the amount of drafts, for batches of about as many sequences. The best amount is used, and
 now and then another one is tried. What trials have cost bounds how soon the next one comes. Pure Python.
 """
 
@@ -11,21 +12,32 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 from statistics import median
+from typing import NamedTuple
 
 STEPS = 32
-"""Steps by which the length in use is judged."""
+"""Steps by which the amount in use is judged."""
 TRIAL_STEPS = 8
 """Steps of a trial."""
 UNUSUAL_STEPS = 2
-"""Steps after a change of length that say nothing: the first of them were launched before it."""
+"""Steps after a change of amount that say nothing: the first of them were launched before it."""
 MIN_GAIN = 0.03
-"""What another length must gain to be used. Less may be noise."""
+"""What another amount must gain to be used. Less may be noise."""
 HOPELESS = 0.5
 """A trial that is so slow ends early."""
 BUDGET = 0.02
 """Share of the time that trials may cost."""
 _SLOWEST = 3.0
 """A step that took longer than so many usual ones was disturbed, and counts as so many."""
+
+
+class Amount(NamedTuple):
+    """Drafts of a sequence in a step: ``branches`` chains at most, of ``depth`` tokens at most."""
+
+    depth: int = 0
+    branches: int = 0
+
+
+NONE = Amount()
 
 
 def depths(most: int) -> tuple[int, ...]:
@@ -41,9 +53,20 @@ def depths(most: int) -> tuple[int, ...]:
     return tuple(sorted(lengths))
 
 
+def amounts(most: int, branches: int) -> tuple[Amount, ...]:
+    """Return the amounts that are tried: chains of each length, and trees of the longest ones.
+
+    >>> [tuple(each) for each in amounts(2, 4)]
+    [(0, 0), (1, 1), (2, 1), (2, 2), (2, 4)]
+    """
+    _, *chains = depths(most)
+    trees = [each for each in depths(branches) if each > 1]
+    return NONE, *(Amount(depth, 1) for depth in chains), *(Amount(most, each) for each in trees)
+
+
 @dataclass(slots=True)
 class _Rate:
-    """Steps of one length: (tokens of a sequence, seconds)."""
+    """Steps of one amount: (tokens of a sequence, seconds)."""
 
     seen: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=STEPS))
 
@@ -66,9 +89,9 @@ class _Rate:
 class _Batches:
     """Batches of about as many sequences."""
 
-    lengths: tuple[int, ...]
-    best: int
-    tried: int | None = None
+    amounts: tuple[Amount, ...]
+    best: Amount
+    tried: Amount | None = None
     left: int = TRIAL_STEPS
     """Steps before a trial begins or ends. The first one comes soon: whether drafts gain at all is not known yet."""
     pause_s: float = 0.0
@@ -76,11 +99,11 @@ class _Batches:
     skipped: int = UNUSUAL_STEPS
     turn: int = 0
     judged: bool = False
-    """Whether two lengths have been compared."""
-    rates: dict[int, _Rate] = field(default_factory=dict)
+    """Whether two amounts have been compared."""
+    rates: dict[Amount, _Rate] = field(default_factory=dict)
 
     @property
-    def now(self) -> int:
+    def now(self) -> Amount:
         return self.best if self.tried is None else self.tried
 
     def note(self, tokens: float, seconds: float) -> None:
@@ -93,7 +116,7 @@ class _Batches:
             if self.left <= 0 or self._hopeless:
                 self._judge(self.tried)
         elif self._disappoints:
-            self._try(0)
+            self._try(NONE)
         else:
             self.pause_s -= seconds
             if self.left <= 0 and self.pause_s <= 0:
@@ -107,23 +130,23 @@ class _Batches:
     @property
     def _disappoints(self) -> bool:
         """Whether drafts have become worse than none, as far as that is known."""
-        known = self.best > 0 and 0 in self.rates and len(self.rates[self.best].seen) >= TRIAL_STEPS
-        return known and self._rate(0) > (1 + MIN_GAIN) * self._rate(self.best)
+        known = self.best != NONE and NONE in self.rates and len(self.rates[self.best].seen) >= TRIAL_STEPS
+        return known and self._rate(NONE) > (1 + MIN_GAIN) * self._rate(self.best)
 
-    def _rate(self, length: int) -> float:
-        return self.rates[length].per_second
+    def _rate(self, amount: Amount) -> float:
+        return self.rates[amount].per_second
 
-    def _next(self) -> int:
-        """Return which length is tried next: first none, then the others in turn."""
-        others = [length for length in self.lengths if length != self.best]
+    def _next(self) -> Amount:
+        """Return which amount is tried next: first none, then the others in turn."""
+        others = [amount for amount in self.amounts if amount != self.best]
         self.turn += 1
         return others[(self.turn - 1) % len(others)]
 
-    def _try(self, length: int) -> None:
-        self.rates[length] = _Rate()
-        self.tried, self.left, self.skipped = length, TRIAL_STEPS, UNUSUAL_STEPS
+    def _try(self, amount: Amount) -> None:
+        self.rates[amount] = _Rate()
+        self.tried, self.left, self.skipped = amount, TRIAL_STEPS, UNUSUAL_STEPS
 
-    def _judge(self, tried: int) -> None:
+    def _judge(self, tried: Amount) -> None:
         usual, found = self._rate(self.best), self._rate(tried)
         wins = found > (1 + MIN_GAIN) * usual
         slower = self.best if wins else tried
@@ -134,20 +157,20 @@ class _Batches:
 
 
 class Gate:
-    """The gate of one engine. ``most``: the longest chain."""
+    """The gate of one engine. ``most``: the longest chain; ``branches``: most chains of a tree."""
 
-    def __init__(self, most: int) -> None:
-        self._lengths = depths(most)
+    def __init__(self, most: int, branches: int = 1) -> None:
+        self._amounts = amounts(most, branches)
         self._batches: dict[int, _Batches] = {}
 
-    def depth(self, sequences: int) -> int:
+    def amount(self, sequences: int) -> Amount:
         """Return how many drafts each of so many sequences may have in the next step."""
         return self._of(sequences).now
 
-    def known_depth(self, sequences: int) -> int:
-        """Return how many drafts have been shown to be best for each of so many sequences; 0 where nothing has."""
+    def known_amount(self, sequences: int) -> Amount:
+        """Return how many drafts have been shown to be best for each of so many sequences; none where nothing has."""
         known = self._of(sequences)
-        return known.best if known.judged else 0
+        return known.best if known.judged else NONE
 
     def note(self, sequences: int, tokens: int, seconds: float) -> None:
         """Learn from a step without prompts, which drew ``tokens`` for its sequences."""
@@ -159,6 +182,6 @@ class Gate:
         size = sequences.bit_length()
         if size not in self._batches:
             judged = [(abs(other - size), known.best) for other, known in self._batches.items() if known.judged]
-            best = min(judged)[1] if judged else self._lengths[-1]
-            self._batches[size] = _Batches(lengths=self._lengths, best=best)
+            best = min(judged)[1] if judged else self._amounts[-1]
+            self._batches[size] = _Batches(amounts=self._amounts, best=best)
         return self._batches[size]

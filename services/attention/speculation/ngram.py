@@ -46,15 +46,20 @@ class NgramIndex:
             self._latest[ngram] = end
         return last == len(token_ids)
 
-    def place(self, token_ids: Sequence[int]) -> int | None:
-        """Return the end of the earlier place that agrees best with the end of ``token_ids``; the latest of equals."""
-        best, agreed = None, self._shortest - 1
-        end, left = self._before[len(token_ids)], _PLACES
-        while end != _NONE and left and agreed < self._longest:
-            if (count := self._agreement(token_ids, end)) > agreed:
-                best, agreed = end, count
+    def places(self, token_ids: Sequence[int], most: int = 1) -> list[int]:
+        """Return the ends of earlier places that agree with the end of ``token_ids``: the best ones first, the latest
+        of equals.
+
+        Args:
+            most: as many times more places are compared.
+        """
+        found = list[tuple[int, int]]()
+        end, left = self._before[len(token_ids)], _PLACES * most
+        while end != _NONE and left and not (most == 1 and found and found[-1][0] == self._longest):
+            if (count := self._agreement(token_ids, end)) >= self._shortest:
+                found.append((count, end))
             end, left = self._before[end], left - 1
-        return best
+        return [end for _, end in sorted(found, reverse=True)]
 
     def _agreement(self, token_ids: Sequence[int], end: int) -> int:
         """Return in how many tokens the sequence up to ``end`` ends like the whole."""
@@ -73,18 +78,30 @@ class NgramSpeculator:
 
     def drafts(self, state: SequenceState, most: int) -> list[int]:
         """Return at most ``most`` tokens that may follow; none if nothing like the end occurred before."""
+        return next(iter(self.chains(state, most, 1)), [])
+
+    def chains(self, state: SequenceState, most: int, count: int) -> list[list[int]]:
+        """Return what followed at the best places: at most ``count`` chains that differ."""
         token_ids = state.token_ids
         index = self._indices.get(state)
         if index is None:
             index = self._indices[state] = NgramIndex(self._shortest, self._longest)
-        if not index.follow(token_ids) or (place := index.place(token_ids)) is None:
-            return []
-        drafts = token_ids[place : place + most]
-        period = len(token_ids) - place
-        while len(drafts) < most:  # the place reaches the end: what comes after it repeats
-            drafts.append(drafts[-period])
-        return drafts
+        chains = list[list[int]]()
+        for place in index.places(token_ids, count) if index.follow(token_ids) else ():
+            if (chain := _continued(token_ids, place, most)) not in chains:
+                chains.append(chain)
+            if len(chains) == count:
+                break
+        return chains
 
     def forget(self, state: SequenceState) -> None:
         """Drop the index of ``state``, which has ended or waits again."""
         self._indices.pop(state, None)
+
+
+def _continued(token_ids: list[int], place: int, most: int) -> list[int]:
+    """Return the ``most`` tokens behind ``place``; where it reaches the end, what comes after it repeats."""
+    drafts, period = token_ids[place : place + most], len(token_ids) - place
+    while len(drafts) < most:
+        drafts.append(drafts[-period])
+    return drafts

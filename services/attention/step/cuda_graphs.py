@@ -89,6 +89,7 @@ class StepGraphs(Generic[HandleT]):
         max_rows: most rows of a step.
         max_seqs: most sequences of a step.
         max_len: most positions of a sequence.
+        trees: whether drafts of a sequence may branch.
     """
 
     def __init__(
@@ -101,6 +102,7 @@ class StepGraphs(Generic[HandleT]):
         max_rows: int,
         max_seqs: int,
         max_len: int,
+        trees: bool = False,
     ) -> None:
         self._model, self._link, self._kv, self._capture = model, link, kv, capture
         most, device = min(max_rows, MAX_ROWS), model.device
@@ -111,7 +113,7 @@ class StepGraphs(Generic[HandleT]):
             spare_slot=kv.spare_slot,
         )
         lists = model.work_lists()
-        self._pieces = FixedPieces(most, max_seqs, shape, lists, device)
+        self._pieces = FixedPieces(most, max_seqs, shape, lists, device, trees=trees)
         self._decodes: FixedInputs = self._pieces
         if not lists.uniform:
             self._decodes = FixedDecodes(min(most, max_seqs), shape, device)

@@ -110,6 +110,7 @@ class Engine(Generic[HandleT]):
         self._kv = KVCache(
             spec, num_blocks=blocks, block_size=options.block_size, dtype=model.dtype, device=model.device
         )
+        self._speculative_config = options.speculative_config
         self._capture, self._most = capture, (options.max_num_batched_tokens, options.max_num_seqs, max_model_len)
         self._graphs = self._new_graphs()
         self._inputs = Flattener(options.block_size, model.device)
@@ -124,7 +125,6 @@ class Engine(Generic[HandleT]):
         )
         self._sampler = Sampler(spec.vocab_size, model.device)
         self._pace = None if options.prefill_stretch is None else Pace(options.prefill_stretch)
-        self._speculative_config = options.speculative_config
         self._reset()
 
     def _new_graphs(self) -> StepGraphs[HandleT] | None:
@@ -132,7 +132,8 @@ class Engine(Generic[HandleT]):
             return None
         rows, seqs, length = self._most
         parts = self._model, self._link, self._kv
-        return StepGraphs(*parts, capture=self._capture, max_rows=rows, max_seqs=seqs, max_len=length)
+        trees = self._speculative_config is not None and self._speculative_config.num_branches > 1
+        return StepGraphs(*parts, capture=self._capture, max_rows=rows, max_seqs=seqs, max_len=length, trees=trees)
 
     def _reset(self) -> None:
         """Forget all requests, cached prefixes and figures."""
@@ -164,7 +165,8 @@ class Engine(Generic[HandleT]):
     def _new_drafting(self) -> Drafting | None:
         if (config := self._speculative_config) is None:
             return None
-        return Drafting(NgramSpeculator(config), Gate(config.num_speculative_tokens), self._pool)
+        gate = Gate(config.num_speculative_tokens, config.num_branches)
+        return Drafting(NgramSpeculator(config), gate, self._pool)
 
     def _drop_all(self) -> None:
         for request_id, attempt in self.held().items():

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from moe_kernels.paged_attention.work import Work
 from services.model.inputs import PagedPieces, PagedRows, StepInputs
-from services.model.work_lists import Planners, WorkLists, sequences_of
+from services.model.work_lists import Planners, WorkLists, sequences_of, trees_of
 
 _MIN_ROWS = 8
 """The least rows that graphs of pieces are made for: steps of fewer are as fast."""
@@ -114,15 +114,20 @@ class FixedPieces(FixedInputs):
 
     Args:
         lists: makes the planners of work lists.
+        trees: whether rows of a sequence may branch.
     """
 
-    def __init__(self, most: int, sequences: int, shape: Shape, lists: WorkLists, device: torch.device) -> None:
+    def __init__(
+        self, most: int, sequences: int, shape: Shape, lists: WorkLists, device: torch.device, *, trees: bool = False
+    ) -> None:
         buckets = row_buckets(most)
         super().__init__([rows for rows in buckets if rows >= _MIN_ROWS] or [most], shape, device)
         self._blocks_SM = torch.zeros(min(most, sequences), shape.blocks, dtype=torch.int32, device=device)
         self._live_T = torch.zeros(most, dtype=torch.bool, device=device)
         self._planners: dict[int, Planners] = {
-            rows: lists.planners(rows=rows, sequences=min(rows, sequences), positions=shape.blocks * shape.block_size)
+            rows: lists.planners(
+                rows=rows, sequences=min(rows, sequences), positions=shape.blocks * shape.block_size, trees=trees
+            )
             for rows in self.buckets
         }
         self._work = {
@@ -135,11 +140,12 @@ class FixedPieces(FixedInputs):
 
     def _fill(self, inputs: StepInputs | None, count: int, rows: int) -> None:
         rows_S = kv_len_S = np.empty(0, dtype=np.int64)
+        trees = {} if inputs is None else trees_of(inputs)
         if inputs is not None:
             rows_S, kv_len_S, table_SM = sequences_of(inputs, self._shape.block_size)
             self._write(self._blocks_SM, table_SM)
         for window, planner in self._planners[rows].items():
-            words_W = torch.from_numpy(planner.plan(rows_S, kv_len_S))
+            words_W = torch.from_numpy(planner.plan(rows_S, kv_len_S, trees))
             self._work[rows][window].fill(words_W.pin_memory() if self._pinned else words_W)
         self._live_T[:count].fill_(True)
         self._live_T[count:rows].fill_(False)

@@ -17,8 +17,10 @@ from msgspec import structs
 from numpy.typing import NDArray
 from torch import Tensor
 
-from services.attention.sequences.plan import StepPlan
+from moe_kernels.paged_attention.trees import TreeRows
+from services.attention.sequences.plan import Outcome, StepPlan
 from services.attention.sequences.sequence import SequenceState
+from services.attention.sequences.tree import TokenTree
 from services.model.inputs import DecodeRows, SequenceRows, StepInputs
 from services.model.transfer import upload
 
@@ -53,12 +55,13 @@ class Flattener:
         draws, scores = list(range(len(states))) if plan.prompts else [], list[int]()
         for piece in plan.pieces:
             blocks = piece.state.blocks
-            sequences.append(SequenceRows(start=first, length=piece.length, kv_len=piece.end, blocks=blocks))
+            tree = None if piece.tree is None else tree_rows(piece.tree)
+            sequences.append(SequenceRows(start=first, length=piece.length, kv_len=piece.end, blocks=blocks, tree=tree))
             token_ids += piece.state.token_ids[piece.start : piece.end]
             token_ids += piece.drafts
-            position_W = np.arange(piece.start, piece.end)
-            position_parts.append(position_W)
-            slot_parts.append(_slots(blocks, position_W, size))
+            place_W = np.arange(piece.start, piece.end)
+            position_parts.append(place_W if tree is None else piece.start + tree.depth_W)
+            slot_parts.append(_slots(blocks, place_W, size))
             if piece.draws:
                 draws += range(first + piece.length - 1 - len(piece.drafts), first + piece.length)
             scores += (first + position - 1 - piece.start for position in piece.scored)
@@ -106,12 +109,29 @@ def _joined(parts: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
     return np.concatenate(parts) if len(parts) > 1 else parts[0]
 
 
-def _slots(blocks: Sequence[int], position_W: NDArray[np.int64], block_size: int) -> NDArray[np.int64]:
-    """Return the slots of positions, which ascend, of a sequence with ``blocks``."""
-    column_W = position_W // block_size
+def _slots(blocks: Sequence[int], place_W: NDArray[np.int64], block_size: int) -> NDArray[np.int64]:
+    """Return the slots of places, which ascend, of a sequence with ``blocks``."""
+    column_W = place_W // block_size
     used = _array(blocks[column_W[0] : column_W[-1] + 1])
-    slots_W: NDArray[np.int64] = used[column_W - column_W[0]] * block_size + position_W % block_size
+    slots_W: NDArray[np.int64] = used[column_W - column_W[0]] * block_size + place_W % block_size
     return slots_W
+
+
+def tree_rows(tree: TokenTree) -> TreeRows:
+    """Return how the rows of ``tree`` see one another."""
+    return TreeRows(depth_W=_array(tree.depths()), ancestors_W=np.array(tree.ancestors(), dtype=np.uint64))
+
+
+def moves(plan: StepPlan, outcomes: Sequence[Outcome], block_size: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the slots of accepted drafts that are not in the slots of their positions, and those slots."""
+    from_parts, to_parts = [_array(())], [_array(())]
+    for chain, outcome in zip(plan.chains, outcomes[len(plan.decodes) :], strict=False):
+        if chain.tree is None or not outcome.accepted or not chain.state.blocks:
+            continue
+        row_A, depth_A = _array(outcome.accepted), np.arange(1, 1 + len(outcome.accepted))
+        from_parts.append(_slots(chain.state.blocks, chain.start + row_A, block_size)[row_A != depth_A])
+        to_parts.append(_slots(chain.state.blocks, chain.start + depth_A, block_size)[row_A != depth_A])
+    return _joined(from_parts), _joined(to_parts)
 
 
 _SLACK = 16

@@ -145,7 +145,7 @@ class LastHidden:
         first = len(self.plan.decodes)
         outcomes = list(drawn[:first])
         for chain in self.plan.chains:
-            outcomes.append(Outcome.verified(drawn[first : first + chain.length], chain.drafts))
+            outcomes.append(Outcome.verified(drawn[first : first + chain.length], chain.drafts, chain.tree))
             first += chain.length
         return outcomes + list(drawn[first:])
 

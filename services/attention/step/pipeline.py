@@ -26,12 +26,12 @@ from services.attention.sampling.histories import Histories
 from services.attention.sampling.sampler import Sampler
 from services.attention.sequences.plan import Outcome, StepPlan
 from services.attention.speculation.drafting import Drafting
-from services.attention.step.flatten import Flattener
+from services.attention.step.flatten import Flattener, moves
 from services.attention.step.in_flight import InFlightStep, LastHidden
 from services.attention.step.overlap import StepTime
 from services.attention.step.runner import StepOutput, StepRunner
 from services.errors import InternalError, LockstepBroken, RequestError
-from services.model.transfer import Awaited, Mark
+from services.model.transfer import Awaited, Mark, upload
 
 logger = logging.getLogger(__name__)
 Lookahead = Literal["off", "replayed", "all"]
@@ -181,8 +181,14 @@ class StepPipeline:
         self.step_tokens, self.step_seconds, self.step_overlapped = step.plan.tokens, seconds, step.split
 
     def _account(self, step: InFlightStep, outcomes: Sequence[Outcome]) -> None:
+        from_A, to_A = moves(step.plan, outcomes, self._kv.block_size)
+        if len(from_A):
+            device = self._model.device
+            self._kv.move(upload(from_A, device), upload(to_A, device))
         if blocks := self._batch.complete(step.plan, outcomes):
             self._kv.zero(blocks)
+        if self._drafting is not None:
+            self._drafting.give_back()
 
     def _outcomes(self, step: InFlightStep) -> list[Outcome]:
         plan = step.plan
@@ -201,6 +207,8 @@ class StepPipeline:
         else:
             return self._without_drafts(step, outcomes) if plan.chains else outcomes
         self._discard_ahead()
+        if plan.chains and step.inputs is not None:  # a draft that is computed may be NaN, and nothing overwrites it
+            self._kv.clear(step.inputs.slots_T)
         if plan.sequences == 1 and not plan.chains:
             return [Outcome(error=_step_failed())]
         return [outcome for alone in plan.one_by_one() for outcome in self._alone(alone)]

@@ -132,6 +132,7 @@ def decode(
 def attention(
     dtype: str, heads: int, kv_heads: int, size: int, *, prompts: bool = True, block: int = 16, positions: int = 32768,
     window: int | None = None, softcap: float | None = None, sinks: bool = False, uniform: bool = False,
+    trees: bool = False,
 ) -> None:  # fmt: skip
     """paged_attention. Nothing is planned: launches do not depend on a list's contents."""
     kind, rows, sequences = DTYPES[dtype], 2048 if prompts else 256, 256
@@ -142,8 +143,9 @@ def attention(
     )  # fmt: skip
     tiling = tiling.uniform() if uniform else tiling
     planner = Planner(
-        tiling, rows=rows, sequences=sequences, positions=positions, window=window, split=4096 if uniform else None
-    )
+        tiling, rows=rows, sequences=sequences, positions=positions, window=window, trees=trees,
+        split=4096 if uniform else None,
+    )  # fmt: skip
     words_W = empty(planner.room.words, dtype=torch.int32)
     paged_attention(
         empty(rows, heads, size, dtype=kind), *(empty(4096, block, kv_heads, size, dtype=kind) for _ in "kv"),
@@ -308,6 +310,7 @@ ATTENTION: Calls = {
     **_attention("bf16", 71, 1, 64, "-decodes", prompts=False),
     **_attention("fp32", 32, 4, 128),
     **_attention("fp32", 8, 4, 64, "-decodes", prompts=False, block=64),
+    **_attention("bf16", 32, 4, 128, "-trees", trees=True),
 }
 """paged_attention, for heads of all sizes. A window is data: it makes no other code."""
 

@@ -6,16 +6,20 @@ window of its first row.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import random
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from moe_kernels.paged_attention.op import paged_attention
 from moe_kernels.paged_attention.planner import Planner
 from moe_kernels.paged_attention.tiling import Tiling, tiling_for
+from moe_kernels.paged_attention.trees import TreeRows
 from moe_kernels.paged_attention.work import Work
 
 NO_BLOCK = 1 << 40
@@ -29,19 +33,44 @@ def small_tiling(heads: int, kv_heads: int, head_dim: int, *, prompts: bool = Tr
     return replace(whole, length=16, programs=programs)
 
 
+Parents = Sequence[int]
+"""Of each row of a sequence but the first, the row that it follows."""
+
+
+def random_parents(rows: int, seed: int) -> list[int]:
+    """Of a tree whose rows follow any earlier one, often the last."""
+    draw = random.Random(seed)
+    return [row if draw.random() < 0.6 else draw.randrange(row + 1) for row in range(rows - 1)]
+
+
+def ways(parents: Parents) -> list[list[int]]:
+    """Of each row those on the way to it from the first, and itself."""
+    found = [[0]]
+    for row, parent in enumerate(parents, start=1):
+        found.append([*found[parent], row])
+    return found
+
+
+def tree_rows(parents: Parents) -> TreeRows:
+    words = [sum(1 << (row - 1) for row in way[1:]) for way in ways(parents)]
+    depths = [len(way) - 1 for way in ways(parents)]
+    return TreeRows(np.array(depths), np.array(words, dtype=np.uint64))
+
+
 class Step:
     """``sequences``: rows of this step and positions with them, of each. ``seeds``: of each, one seed one sequence,
     whatever else is in the step. ``spare``: as many rows at the end are of no sequence. There is room for 8 sequences
-    at least."""
+    at least. ``trees``: of each sequence whose rows branch; None: the list has no room for such."""
 
     def __init__(
         self, sequences: Sequence[tuple[int, int]], *, heads: int = 2, kv_heads: int = 1, head_dim: int = 16,
         block: int = 16, window: int | None = None, softcap: float | None = None, sinks: bool = False,
         dtype: torch.dtype = torch.float32, seeds: Sequence[int] | None = None, spare: int = 0,
         tiling: Tiling | None = None, split: int | None = None, positions: int | None = None,
+        trees: Mapping[int, Parents] | None = None,
     ) -> None:  # fmt: skip
         self.rows, self.kv_len = [rows for rows, _ in sequences], [length for _, length in sequences]
-        self.window, self.softcap = window, softcap
+        self.window, self.softcap, self.trees = window, softcap, trees or MappingProxyType({})
         generators = [torch.Generator().manual_seed(seed) for seed in seeds or range(len(sequences))]
         shape = kv_heads, head_dim
         self.keys, self.values = (
@@ -61,7 +90,7 @@ class Step:
         longest = positions or max([1, *self.kv_len])
         self.planner = Planner(
             tiling or small_tiling(heads, kv_heads, head_dim), rows=len(self.q), sequences=max(8, len(sequences)),
-            positions=longest, window=window, split=split,
+            positions=longest, window=window, split=split, trees=trees is not None,
         )  # fmt: skip
         self._cache(block, -(-longest // block), dtype)
         self.work = Work.empty(self.planner, "cpu").fill(self.words())
@@ -86,7 +115,8 @@ class Step:
         return min(self.kv_len[sequence], 0 if self.window is None else max(0, first - self.window + 1))
 
     def words(self) -> Tensor:
-        return torch.from_numpy(self.planner.plan(self.rows, self.kv_len))
+        trees = {sequence: tree_rows(parents) for sequence, parents in self.trees.items()}
+        return torch.from_numpy(self.planner.plan(self.rows, self.kv_len, trees))
 
     def __call__(self, **options: Any) -> Tensor:
         given = {"softcap": self.softcap, "sinks_N": self.sinks, **options}
@@ -115,8 +145,20 @@ class Step:
         at_L = torch.arange(self.kv_len[sequence])
         at_R1 = at_L[len(at_L) - rows :, None]
         window = len(at_L) if self.window is None else self.window
-        weights_NRL = scores_NRL.exp() * ((at_L <= at_R1) & (at_L > at_R1 - window))
+        seen_RL = (at_L <= at_R1) & (at_L > at_R1 - window)
+        if sequence in self.trees:
+            seen_RL = self._seen(sequence, window)
+        weights_NRL = scores_NRL.exp() * seen_RL
         whole_NR1 = weights_NRL.sum(2, keepdim=True)
         if self.sinks is not None:
             whole_NR1 = whole_NR1 + self.sinks.double().exp()[:, None, None]
         return (weights_NRL / whole_NR1 @ v_NLH).transpose(0, 1)
+
+    def _seen(self, sequence: int, window: int) -> Tensor:
+        """Row by row, place by place."""
+        rows, length = self.rows[sequence], self.kv_len[sequence]
+        seen_RL = torch.zeros(rows, length, dtype=torch.bool)
+        for row, way in enumerate(ways(self.trees[sequence])):
+            places = [*range(length - rows), *(length - rows + at for at in way)]
+            seen_RL[row, places[-window:]] = True
+        return seen_RL

@@ -20,6 +20,7 @@ from testkit.queue.client import Client
 from testkit.queue.redis_server import RedisServer
 from torch import Tensor
 
+from services.attention.step.cuda_graphs import Capture
 from services.attention.step.engine import Engine, EngineOptions
 from services.fabric.local import LocalLink
 from services.model.dense import DenseModel
@@ -155,3 +156,15 @@ async def deployment(server: RedisServer, request: pytest.FixtureRequest) -> Asy
 @pytest.fixture
 async def client(deployment: Deployment) -> Client:
     return await deployment.client()
+
+
+@pytest.fixture(scope="module")
+def options_of(tiny: Any, touchy: DenseModel) -> Callable[..., dict[str, Any]]:
+    """The parts of engines over the model that some tokens break."""
+    link = tiny.link()
+
+    def parts(*, capture: Capture | None = None, model: DenseModel = touchy, **options: Any) -> dict[str, Any]:
+        chosen: dict[str, Any] = {"block_size": 4, "kv_blocks": 200, "max_num_batched_tokens": 64, **options}
+        return {"model": model, "link": link, "capture": capture, "options": EngineOptions(**chosen)}
+
+    return parts

@@ -13,7 +13,7 @@ from services.attention.batching.manager import BatchManager
 from services.attention.sequences.plan import BatchLimits, Outcome, Piece, StepPlan
 from services.attention.sequences.sequence import SequenceState, open_sequence
 from services.attention.speculation.drafting import Drafting
-from services.attention.speculation.gate import BUDGET, TRIAL_STEPS, UNUSUAL_STEPS, Gate
+from services.attention.speculation.gate import BUDGET, TRIAL_STEPS, UNUSUAL_STEPS, Amount, Gate
 from services.attention.speculation.ngram import NgramIndex, NgramSpeculator
 from services.config.speculation import SpeculativeConfig
 
@@ -51,9 +51,9 @@ def test_an_index_that_grows_finds_what_one_of_the_whole_finds() -> None:
         whole = NgramIndex(2, 5)
         assert growing.follow(tokens[:end])
         assert whole.follow(tokens[:end])
-        place = growing.place(tokens[:end])
-        assert place == whole.place(tokens[:end])
-        if place is not None:
+        places = growing.places(tokens[:end])
+        assert places == whole.places(tokens[:end])
+        for place in places:
             assert tokens[place - 2 : place] == tokens[end - 2 : end]
             assert place < end
 
@@ -82,7 +82,7 @@ class Costs:
         self.tokens, self.seconds = 0, 0.0
 
     def step(self, gate: Gate) -> None:
-        depth = gate.depth(self._sequences)
+        depth = gate.amount(self._sequences).depth
         seconds = self._seconds(self._sequences * (1 + depth)) * self._draw.uniform(0.95, 1.05)
         tokens = sum(self._chain(depth) for _ in range(self._sequences))
         self.tokens += tokens
@@ -129,7 +129,7 @@ def test_the_length_follows_the_acceptance() -> None:
     for accepted in (0.95, 0.0, 0.95):
         costs.accepted = accepted
         costs.gain(4000, gate)
-        lengths.append(gate._of(1).best)
+        lengths.append(gate._of(1).best.depth)
     assert lengths[1] == 0, "drafts that are rejected are left out"
     assert costs._seconds(9) > 5 * costs._seconds(1), "each row costs as much as the first"
 
@@ -138,10 +138,10 @@ def test_the_gate_opens_again_when_drafts_come_to_be_accepted() -> None:
     gate, costs = Gate(4), Costs(EXPERTS["rows are free"], 0.0, 2)
     slow = Costs(EXPERTS["each row costs"], 0.0, 2)
     slow.gain(500, gate)
-    assert gate._of(2).best == 0
+    assert gate._of(2).best.depth == 0
     costs.accepted = 0.9
     assert costs.gain(6000, gate) > 1.5
-    assert gate._of(2).best > 0
+    assert gate._of(2).best.depth > 0
 
 
 def test_a_worker_that_stood_still_does_not_put_trials_off() -> None:
@@ -149,28 +149,28 @@ def test_a_worker_that_stood_still_does_not_put_trials_off() -> None:
     gate, seconds = Gate(4), 0.0
     for number in range(2000):
         gain = 4 if number > 100 else 0
-        took = 0.02 * (1 + 0.1 * gate.depth(4))
+        took = 0.02 * (1 + 0.1 * gate.amount(4).depth)
         seconds += took
-        gate.note(4, 4 + gain * gate.depth(4), took + (60.0 if number == 5 else 0.0))
-    assert gate._of(4).best == 4
+        gate.note(4, 4 + gain * gate.amount(4).depth, took + (60.0 if number == 5 else 0.0))
+    assert gate._of(4).best.depth == 4
     assert seconds < 120
 
 
 def test_a_size_of_batch_that_is_new_begins_with_what_is_best_for_the_nearest() -> None:
     gate = Gate(4)
     Costs(EXPERTS["each row costs"], 0.0, 2).gain(500, gate)
-    assert [gate.depth(sequences) for sequences in (1, 4, 200)] == [0, 0, 0]
+    assert [gate.amount(sequences).depth for sequences in (1, 4, 200)] == [0, 0, 0]
     Costs(EXPERTS["rows are free"], 0.9, 200).gain(500, gate)
-    best = gate._of(200).best
+    best = gate._of(200).best.depth
     assert best > 0
-    assert [gate.depth(sequences) for sequences in (8, 100, 1000)] == [0, best, best]
+    assert [gate.amount(sequences).depth for sequences in (8, 100, 1000)] == [0, best, best]
 
 
 def test_a_disturbed_step_does_not_close_the_gate() -> None:
     gate, costs = Gate(4), Costs(EXPERTS["rows are free"], 0.9, 1)
     costs.gain(TRIAL_STEPS + 2 * UNUSUAL_STEPS + TRIAL_STEPS + 20, gate)
     best = gate._of(1).best
-    assert best > 0
+    assert best.depth > 0
     gate.note(1, 1, 5.0)
     for _ in range(UNUSUAL_STEPS + TRIAL_STEPS + 2):
         costs.step(gate)
@@ -182,7 +182,7 @@ def test_trials_wait_until_they_are_paid_for() -> None:
     gate, costs = Gate(1), Costs(EXPERTS["each row costs"], 0.0, 8)
     tried = []
     for step in range(4000):
-        if gate._of(8).tried == 1:
+        if gate._of(8).tried == Amount(1, 1):
             tried.append(step)
         costs.step(gate)
     assert tried, "it is tried again"
@@ -194,6 +194,9 @@ class Everything:
 
     def drafts(self, state: SequenceState, most: int) -> Sequence[int]:
         return [7] * most if state.blocks else []
+
+    def chains(self, state: SequenceState, most: int, count: int) -> Sequence[Sequence[int]]:
+        return [[7] * most, *([first] * most for first in range(8, 7 + count))] if state.blocks else []
 
     def forget(self, state: SequenceState) -> None:
         pass
@@ -283,7 +286,7 @@ def test_beside_prompts_nothing_is_drafted_until_it_has_been_shown_to_gain() -> 
     assert not drafting.expects(beside, 64)
     costs = Costs(EXPERTS["rows are free"], 0.9, 2)
     costs.gain(40, gate)
-    assert gate._of(2).best == 1
+    assert gate._of(2).best.depth == 1
     assert len(drafting.extend(beside, 64).chains) == 2
 
 
@@ -303,7 +306,7 @@ def test_steps_that_drafts_do_not_change_are_not_held_for_or_against_them() -> N
         assert drafting.expects(StepPlan(decodes=(state,)), 64)
         waited = drafting.extend(plan, 64)
         drafting.note(waited, [Outcome(token_id=1)], 1.0)
-    assert len(gate._of(1).rates[1].seen) == 1
+    assert len(gate._of(1).rates[Amount(1, 1)].seen) == 1
     assert drafting.expects(StepPlan(chains=(Piece.chain(state, [9]),)), 0), "what it accepts has to be known"
 
 

@@ -13,82 +13,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from testkit.gpu.decode_bench import load
 from testkit.gpu.recorded_graph import record
+from testkit.models.drafting import Always, DraftingEngine, Knowing, Truth, truth_of
 from testkit.models.engines import ask, run, tokens
-from testkit.models.plots import FATAL, KINDS, NAN, VOCAB, Plot, Story, all_finite
+from testkit.models.plots import FATAL, KINDS, NAN, Plot, all_finite
 
 from services.attention.sequences.plan import Outcome, StepPlan
 from services.attention.sequences.sequence import SequenceState
 from services.attention.speculation.drafting import Drafting
-from services.attention.speculation.gate import Gate
 from services.attention.speculation.ngram import NgramSpeculator
-from services.attention.step.cuda_graphs import Capture
 from services.attention.step.engine import Engine, EngineOptions
 from services.config.speculation import SpeculativeConfig
 from services.errors import InternalError
 from services.messages import TokenEvent, TokenLogprob
-from services.model.dense import DenseModel
 from services.model.products import InvariantProducts
 
-Truth = dict[str, list[int]]
 PLAIN = [kind for kind in KINDS if "min_tokens" not in kind]
 NGRAM = SpeculativeConfig(method="ngram", num_speculative_tokens=4, prompt_lookup_min=1)
-
-
-class Always(Gate):
-    """Does not measure."""
-
-    def depth(self, sequences: int) -> int:
-        return self._lengths[-1] if sequences else 0
-
-    known_depth = depth
-
-
-class Knowing:
-    """Knows what is drawn, and says something else now and then: a token that breaks its row or the step, too."""
-
-    def __init__(self, truth: Truth, seed: int, wrong: float, *, breaks: bool = True) -> None:
-        self._truth, self._draw, self._wrong, self._breaks = truth, random.Random(seed), wrong, breaks
-        self.forgotten: list[str] = []
-
-    def drafts(self, state: SequenceState, most: int) -> Sequence[int]:
-        rest = self._truth.get(state.request.id, [])[state.generated :]
-        return [self._said(token) for token in rest[: self._draw.randrange(most + 1)]]
-
-    def _said(self, token: int) -> int:
-        other = self._draw.randrange(VOCAB)
-        wrong = self._draw.choice((NAN, FATAL, other)) if self._breaks else other
-        return wrong if self._draw.random() < self._wrong else token
-
-    def forget(self, state: SequenceState) -> None:
-        self.forgotten.append(state.request.id)
-
-
-class DraftingEngine(Engine[Any]):
-    """With a speculator of the test's, and a gate that is open."""
-
-    def __init__(self, speculator: Any, depth: int, **parts: Any) -> None:
-        self._speculator, self._depth = speculator, depth
-        super().__init__(clock=lambda: 0, **parts)
-        self.prepare()
-
-    def _new_drafting(self) -> Drafting | None:
-        return Drafting(self._speculator, Always(self._depth), self._pool)
-
-
-def truth_of(story: Story) -> Truth:
-    return {name: [event[2] for event in events if event[2] is not None] for name, events in story.items()}
-
-
-@pytest.fixture(scope="module")
-def options_of(tiny: Any, touchy: DenseModel) -> Callable[..., dict[str, Any]]:
-    """The parts of engines over the model that some tokens break."""
-    link = tiny.link()
-
-    def parts(*, capture: Capture | None = None, model: DenseModel = touchy, **options: Any) -> dict[str, Any]:
-        chosen: dict[str, Any] = {"block_size": 4, "kv_blocks": 200, "max_num_batched_tokens": 64, **options}
-        return {"model": model, "link": link, "capture": capture, "options": EngineOptions(**chosen)}
-
-    return parts
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)

@@ -124,6 +124,8 @@ def test_how_tokens_are_drafted_is_json_or_a_mapping_of_the_file(tmp_path: Path)
         '{"method": "ngram", "model": "x"}',
         '{"method": "ngram", "num_speculative_tokens": 0}',
         '{"method": "ngram", "num_speculative_tokens": 17}',
+        '{"method": "ngram", "num_branches": 0}',
+        '{"method": "ngram", "num_branches": 9}',
         '{"method": "ngram", "num_speculative_tokens": true}',
         '{"method": "ngram", "num_speculative_tokens": "4"}',
         '{"method": "ngram", "prompt_lookup_min": 3, "prompt_lookup_max": 2}',
@@ -594,6 +596,14 @@ def test_batch_invariant_products_are_of_dense_experts(role: str) -> None:
     assert _load(role, words.removesuffix(" --batch-invariant") + " --dense-format stored").dense_format == "stored"
     with pytest.raises(ConfigError, match="--batch-invariant cannot be combined with --dense-format stored"):
         _load(role, f"{words} --dense-format stored")
+
+
+def test_batch_invariant_drafts_do_not_branch() -> None:
+    """Keys of a branch lie in other places than those of a decode."""
+    words = f"{_REMOTE} --batch-invariant --speculative-config"
+    assert _load("attention", f'{words} {{"method":"ngram"}}').speculation is not None
+    with pytest.raises(ConfigError, match="--batch-invariant cannot be combined with num_branches"):
+        _load("attention", f'{words} {{"method":"ngram","num_branches":2}}')
 
 
 @pytest.mark.parametrize(("role", "argv"), [("attention", _REMOTE), ("experts", _SECRET), ("colocated", _SECRET)])

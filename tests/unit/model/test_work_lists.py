@@ -9,7 +9,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 from testkit.gpu.decode_bench import qwen3_30b
+from testkit.models.attention_steps import random_parents, tree_rows
 
 from moe_kernels.paged_attention.planner import HEADER, ITEM
 from services.model.inputs import DecodeRows, PagedPieces, PagedRows, SequenceRows, StepInputs
@@ -89,6 +91,25 @@ def test_rows_come_out_as_by_torch(window: int | None, decodes: list[int], piece
 
 
 @pytest.mark.parametrize("window", WINDOWS)
+@settings(max_examples=25, deadline=None)
+@given(
+    decodes=st.lists(st.integers(1, 40), max_size=3),
+    pieces=st.lists(st.tuples(st.integers(2, 65), st.integers(1, 30)), min_size=1, max_size=4),
+    seed=st.integers(0, 99),
+)
+def test_rows_that_branch_come_out_as_by_torch(
+    window: int | None, decodes: list[int], pieces: list[tuple[int, int]], seed: int
+) -> None:
+    inputs = step(decodes, [(rows, rows + past) for rows, past in pieces])
+    trees = [tree_rows(random_parents(rows, seed + at)) if at % 3 != 1 else None for at, (rows, _) in enumerate(pieces)]
+    sequences = (structs.replace(one, tree=tree) for one, tree in zip(inputs.sequences, trees, strict=True))
+    inputs = replace(inputs, sequences=tuple(sequences))
+    paged = WorkLists(SPEC, dtype=torch.float32, device=CPU).of(inputs, BLOCK)
+    by_list = replace(inputs, paged=paged, sequences=(), decodes=None)
+    torch.testing.assert_close(attended(by_list, window), attended(inputs, window), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("window", WINDOWS)
 def test_in_uniform_lists_a_row_meets_the_same_parts_alone_and_in_a_chunk(window: int | None) -> None:
     """In tiles of one kind, from positions that do not depend on the chunk or on other sequences."""
     lists = WorkLists(SPEC, dtype=torch.float32, device=CPU, uniform=True)
@@ -96,7 +117,7 @@ def test_in_uniform_lists_a_row_meets_the_same_parts_alone_and_in_a_chunk(window
 
     def parts(rows: list[int], kv_len: list[int], of: int) -> set[tuple[int, ...]]:
         """Where the parts that the last row of sequence ``of`` is in begin and end, that it sees anything of."""
-        planner = lists.planners(rows=sum(rows), sequences=len(rows), positions=length)[window]
+        planner = lists.planners(rows=sum(rows), sequences=len(rows), positions=length, trees=False)[window]
         words_W = planner.plan(rows, kv_len)
         items = words_W[HEADER : HEADER + ITEM * words_W[0]].reshape(-1, ITEM).tolist()
         last, position = sum(rows[: of + 1]) - 1, kv_len[of] - 1
