@@ -198,3 +198,13 @@ def check_first_derivative(op: str) -> None:
         ArgumentError: ``create_graph=True``.
     """
     require(not torch.is_grad_enabled(), f"{op} has no second derivative: do not pass create_graph=True")
+
+
+def check_sinks(sinks_N: Tensor | None, q_TNH: Tensor) -> None:
+    """An attention's sinks: one for each query head of ``q``."""
+    require_optional_tensors(sinks=sinks_N)
+    if sinks_N is not None:
+        heads = q_TNH.shape[1]
+        fits = sinks_N.shape == (heads,) and sinks_N.dtype in FLOATS
+        require(fits, f"sinks must be [{heads}] in {FLOATS}, found {describe(sinks_N)}")
+        check_device(sinks_N, q_TNH, "sinks", "q")

@@ -1,7 +1,7 @@
 """The engine by itself on one GPU, over random weights of real shapes: decode, prefill, ExpertFlow's mix, by budgets.
 
-    PYTHONPATH=.:kernels:tests python3 -m perf.server.offline [olmoe qwen3-30b] [--parts decode,prefill,mix,long]
-        [--budgets 512 8192] [--seqs 512] [--requests 2560] [--json FILE]
+    PYTHONPATH=.:kernels:tests python3 -m perf.server.offline [olmoe qwen3-30b gpt-oss-20b]
+        [--parts decode,prefill,mix,long] [--budgets 512 8192] [--seqs 512] [--requests 2560] [--json FILE]
 
     decode   ms of a step by batch, 128 tokens of past
     prefill  tokens a second of prompts alone
@@ -39,8 +39,9 @@ from services.attention.step.cuda_graphs import CudaCapture  # noqa: E402
 from services.bench.loop import Ran, Step, greedy, run, stepped  # noqa: E402
 from services.messages import GenerateRequest  # noqa: E402
 from services.model.dense import DenseModel  # noqa: E402
+from services.model.expert_format import KINDS, held  # noqa: E402
 from services.model.experts import ExpertShard  # noqa: E402
-from services.model.spec import ModelSpec, RopeSpec, RouterSpec  # noqa: E402
+from services.model.spec import LayerSpec, ModelSpec, RopeSpec, RouterSpec  # noqa: E402
 from services.model.weight_source import RandomWeights  # noqa: E402
 from services.model.weights import load_dense, load_experts  # noqa: E402
 
@@ -73,7 +74,33 @@ def mixtral() -> ModelSpec:
     )  # fmt: skip
 
 
-MODELS = {"olmoe": olmoe, "qwen3-30b": lambda: replace(kit.qwen3_30b(48), tie_embeddings=False), "mixtral": mixtral}
+def gpt_oss_20b() -> ModelSpec:
+    """gpt-oss-20b's shapes, with experts in 16 bits."""
+    return replace(
+        kit.qwen3_30b(24), family="gpt_oss", vocab_size=201_088, hidden_size=2880, num_heads=64, num_kv_heads=8,
+        head_dim=64, rms_eps=1e-5, qkv_bias=True, o_bias=True, qk_norm="none", sinks=True, num_experts=32, top_k=4,
+        expert_ffn=2880, expert_bias=True, expert_activation="swiglu_oai", tie_embeddings=False, max_position=131_072,
+        layers=tuple(LayerSpec(kind="moe", window=None if layer % 2 else 128) for layer in range(24)),
+        router=RouterSpec(order="choose_first", logit_bias=True),
+        rope=RopeSpec(
+            kind="yarn", theta=150_000.0, factor=32.0, original_max_position=4096, attention_factor=1.3466,
+            truncate=False,
+        ),
+    )  # fmt: skip
+
+
+def gpt_oss_20b_mxfp4() -> ModelSpec:
+    """The same as it is published."""
+    return replace(gpt_oss_20b(), experts=held(dict.fromkeys(range(24), KINDS["mxfp4"])))
+
+
+MODELS = {
+    "olmoe": olmoe,
+    "qwen3-30b": lambda: replace(kit.qwen3_30b(48), tie_embeddings=False),
+    "mixtral": mixtral,
+    "gpt-oss-20b": gpt_oss_20b,
+    "gpt-oss-20b-mxfp4": gpt_oss_20b_mxfp4,
+}
 
 
 def parts_of(spec: ModelSpec, device: torch.device) -> kit.Parts:
@@ -81,7 +108,8 @@ def parts_of(spec: ModelSpec, device: torch.device) -> kit.Parts:
     with torch.inference_mode():
         dense = load_dense(folder, spec, dtype=torch.bfloat16, device=device, source=drawn)
         experts = load_experts(folder, spec, dtype=torch.bfloat16, device=device, source=drawn)
-        return kit.Parts(DenseModel(spec, dense), ExpertShard(experts, num_experts=spec.num_experts))
+        shard = ExpertShard(experts, num_experts=spec.num_experts, activation=spec.expert_activation)
+        return kit.Parts(DenseModel(spec, dense), shard)
 
 
 @dataclass

@@ -129,7 +129,9 @@ class LockstepRank:
         )
         index, count = settings.rank % settings.expert_slices, settings.expert_slices
         return ExpertShard(
-            {layer: sliced(whole, index, count) for layer, whole in loaded.items()}, num_experts=spec.num_experts
+            {layer: sliced(whole, index, count) for layer, whole in loaded.items()},
+            num_experts=spec.num_experts,
+            activation=spec.expert_activation,
         )
 
     def _meeting(self) -> Meeting:

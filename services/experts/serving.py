@@ -198,7 +198,8 @@ class Loader:
         source, weights = self._weights(group, stopped)
         loaded = source, time.perf_counter() - began
         products = products_of(batch_invariant=self._settings.batch_invariant)
-        shard = ExpertShard(weights, num_experts=self._spec.num_experts, products=products)
+        spec = self._spec
+        shard = ExpertShard(weights, num_experts=spec.num_experts, products=products, activation=spec.expert_activation)
         if self._device.type == "cuda":
             _warm(shard, group, self._spec.hidden_size, self._dtype, self._device)
         memory = self._shared_memory(group, shard)

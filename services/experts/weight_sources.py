@@ -18,7 +18,7 @@ from services.experts.verify import Verifier
 from services.fabric.nccl.weights import Form, Forms, fetch
 from services.fabric.tcp.connect import Facts
 from services.model.digests import Digests
-from services.model.experts import DOWN, GATE_UP, ExpertWeights, tensors_of
+from services.model.experts import DOWN, DOWN_BIAS, GATE_UP, GATE_UP_BIAS, ExpertWeights, tensors_of
 from services.model.progress import NoProgress, Progress
 from services.model.quantised_experts import empty_weight
 from services.model.spec import ModelSpec
@@ -98,10 +98,15 @@ class WeightSources:
         """Return weights without memory, of the form in which those of a layer come."""
         hidden, ffn, kind = self._spec.hidden_size, self._spec.expert_ffn, self._spec.experts.of(layer)
         shapes = {GATE_UP: (count, 2 * ffn, hidden), DOWN: (count, hidden, ffn)}
+        biases = {GATE_UP_BIAS: (count, 2 * ffn), DOWN_BIAS: (count, hidden)} if self._spec.expert_bias else {}
         if kind is None:
-            return {name: torch.empty(shape, dtype=self._dtype, device=_META) for name, shape in shapes.items()}
+            return {name: self._dense(*shape) for name, shape in (shapes | biases).items()}
         kinds = {GATE_UP: kind, DOWN: kind.folded}
-        return {name: empty_weight(kinds[name], shape, _META) for name, shape in shapes.items()}
+        held = {name: empty_weight(kinds[name], shape, _META) for name, shape in shapes.items()}
+        return held | {name: self._dense(*shape) for name, shape in biases.items()}
+
+    def _dense(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=self._dtype, device=_META)
 
 
 class _Arriving:
@@ -125,7 +130,15 @@ class _Arriving:
 
     def experts(self, expert_ids: tuple[int, ...]) -> ExpertWeights:
         """Return the layer once all of it has come."""
-        return ExpertWeights(expert_ids=expert_ids, w_gate_up_E2FD=self._whole[GATE_UP], w_down_EDF=self._whole[DOWN])
+        biases = [self._whole.get(name) for name in (GATE_UP_BIAS, DOWN_BIAS)]
+        assert all(isinstance(bias, Tensor | None) for bias in biases)
+        return ExpertWeights(
+            expert_ids=expert_ids,
+            w_gate_up_E2FD=self._whole[GATE_UP],
+            w_down_EDF=self._whole[DOWN],
+            bias_gate_up_E2F=biases[0],  # type: ignore[arg-type]
+            bias_down_ED=biases[1],  # type: ignore[arg-type]
+        )
 
     def _made(self, matrix: str) -> Weight:
         planned = self._planned[matrix]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from msgspec import structs
 
-from services.errors import ContextLengthExceeded, Draining, InvalidRequest, QueueUnavailable
+from services.errors import ContextLengthExceeded, Draining, InvalidRequest, QueueUnavailable, UnsupportedParameter
 from services.gateway.admission import Admission
 from services.gateway.auth import Caller
 from services.gateway.budget import Budget, Demand, Holdings, Loan
@@ -24,7 +24,7 @@ from services.gateway.offload import Offload
 from services.gateway.ports import Queue
 from services.gateway.prompts import Prompt, PromptReader
 from services.gateway.results import ResultFollower
-from services.gateway.schema import MAX_SEQUENCES, ChatBody, CompletionBody, GenerationBody
+from services.gateway.schema import MAX_SEQUENCES, ChatBody, CompletionBody, GenerationBody, TemplateOptions
 from services.gateway.sequence_trace import traced_sequence
 from services.gateway.table import JobTable
 from services.messages import GenerateRequest, SamplingParams
@@ -34,6 +34,7 @@ from services.request_ids import RequestIds, sequence_id
 from services.runtime.tracing import span_here
 from services.wire import WIRE
 
+_EFFORT = "reasoning_effort"
 _DEFAULT_MAX_TOKENS = 16  # of completions, as OpenAI's
 _AWAY_RETRY_S = 2.0
 _SEED_MASK = 2**63 - 1
@@ -130,7 +131,7 @@ class Intake:
             prompt = await self.prompts.of_messages(
                 body.messages,
                 body.add_generation_prompt,
-                body.chat_template_kwargs,
+                self._template_options(body),
                 body.parse_special_tokens,
                 caller.tenant,
             )
@@ -146,6 +147,17 @@ class Intake:
             priority=caller.priority(body.priority),
         )
         return await self._run(body, plan, wanted, caller, ids, key)
+
+    def _template_options(self, body: ChatBody) -> TemplateOptions | None:
+        """Returns the template's switches. Raises UnsupportedParameter where it has none for the effort."""
+        if body.reasoning_effort is None:
+            return body.chat_template_kwargs
+        template = self.prompts.model.template
+        if template is None or _EFFORT not in template.source:
+            raise UnsupportedParameter(
+                f"{_EFFORT} is not supported for this model: its chat template has no such switch.", param=_EFFORT
+            )
+        return {**(body.chat_template_kwargs or {}), _EFFORT: body.reasoning_effort}
 
     def _check_open(self, body: GenerationBody) -> None:
         self.asked_at = time.monotonic()
@@ -263,7 +275,13 @@ class Intake:
             ids = array("i", prompt.token_ids)
             name = prompt_name(caller.tenant, pack_ids(ids))
             echo = Echo(echoes[number], ids, codec, scored=scored) if plan.echo else None
-            rendering = Rendering(stops=stops, echo=echo, logprobs=scored, token_ids=body.return_token_ids or False)
+            rendering = Rendering(
+                stops=stops,
+                echo=echo,
+                logprobs=scored,
+                token_ids=body.return_token_ids or False,
+                marks=self.prompts.model.marks if isinstance(body, ChatBody) else None,
+            )
             for draw in range(plan.n):
                 index = len(choices)
                 request = GenerateRequest(

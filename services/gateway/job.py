@@ -18,6 +18,8 @@ import msgspec
 from services.errors import ErrorInfo, RequestError, WorkLimited, error_from_info
 from services.gateway.detokenize import StopSet, detokenizer
 from services.gateway.echo import Echo
+from services.gateway.harmony import Channels, Marks
+from services.gateway.parts import PartKind, Parts
 from services.gateway.records import Record, Scores
 from services.gateway.sequence_trace import Exemplar, SequenceTrace
 from services.gateway.tokenizer import TextCodec
@@ -44,12 +46,14 @@ class Step(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rendering:
-    """What the client gets of a choice. All choices share ``stops``, and the choices of a prompt share ``echo``."""
+    """What the client gets of a choice. All choices share ``stops``, and the choices of a prompt share ``echo``. With
+    ``marks`` the answer has channels, of which one is its content, where alone stop strings count."""
 
     stops: StopSet | None = None
     echo: Echo | None = None
     logprobs: bool = False
     token_ids: bool = False
+    marks: Marks | None = None
 
 
 class Choice:
@@ -74,6 +78,7 @@ class Choice:
         self.echo = rendering.echo
         self.generated = array("i")
         self.text = bytearray()  # UTF-8, without the echo
+        self.parts = Parts()  # of the text
         self.cached_tokens = 0
         self.queued_ms = 0  # in the queue, of all attempts that sent a token
         self.finish: FinishReason | None = None
@@ -87,6 +92,7 @@ class Choice:
         self._offsets = array("q") if rendering.logprobs or rendering.token_ids else None
         self._visible = 0
         self._text = detokenizer(codec, prompt)
+        self._channels = None if rendering.marks is None else Channels(rendering.marks, codec, prompt)
         self._stops = rendering.stops.finder() if rendering.stops else None
         self.started = False  # whether an event of the sequence came: from here on the answer is on its way
         self._decoded = self.echo.chars if self.echo else 0  # characters that the detokenizer returned, echo included
@@ -106,6 +112,11 @@ class Choice:
     def length(self) -> int:
         """Bytes of the text so far, the echo included."""
         return len(self.text) + (len(self.echo.text) if self.echo else 0)
+
+    @property
+    def reasoning_tokens(self) -> int | None:
+        """Tokens of what was said before the content; None where answers have no such part."""
+        return None if self._channels is None else self._channels.reasoning_tokens
 
     @property
     def prompt_records(self) -> int:
@@ -220,35 +231,48 @@ class Choice:
     def _take(self, token_id: int, event: TokenEvent) -> bool:
         """Appends a token. Returns whether it completed a stop string. The token that ends a sequence has no text."""
         self.generated.append(token_id)
-        piece = "" if event.finish == "stop" else self._text.push(token_id)
+        kind, piece = self._spoken(token_id, ends=event.finish == "stop")
         if self._offsets is not None:
             self._offsets.append(self._decoded)
         if self._scores is not None:
             self._scores.add(event.logprob)
         self._decoded += len(piece)
-        return self._show(piece)
+        return self._show(piece, kind)
 
-    def _show(self, piece: str) -> bool:
+    def _spoken(self, token_id: int, *, ends: bool) -> tuple[PartKind, str]:
+        """Returns the text of a token, and of which part it is; that of one that ``ends`` the sequence is none."""
+        if ends:
+            return "content", ""
+        return ("content", self._text.push(token_id)) if self._channels is None else self._channels.push(token_id)
+
+    def _show(self, piece: str, kind: PartKind) -> bool:
         stopped = False
-        if self._stops is not None and len(self.generated) >= self.request.sampling.min_tokens:
+        if self._stops is not None and kind == "reasoning":
+            self._release(self._stops.flush(), "content")
+        elif self._stops is not None and len(self.generated) >= self.request.sampling.min_tokens:
             piece, stopped = self._stops.push(piece)
         if piece:
-            self._release(piece)
+            self._release(piece, kind)
         self._reveal(everything=self._released == self._decoded and not stopped)
         return stopped
 
     def _flush(self) -> bool:
         """Ends the text: everything held back goes out. Returns whether it contains a stop string after all."""
+        kind: PartKind = "content"
         tail = self._text.flush()
+        if self._channels is not None:
+            kind, tail = self._channels.flush()
         self._decoded += len(tail)
-        if tail and self._show(tail):
+        if tail and self._show(tail, kind):
             return True
         if self._stops is not None and (held := self._stops.flush()):
-            self._release(held)
+            self._release(held, "content")
         self._reveal(everything=True)
         return False
 
-    def _release(self, text: str) -> None:
+    def _release(self, text: str, kind: PartKind) -> None:
+        if text:
+            self.parts.note(len(self.text), kind)
         self.text += text.encode()
         self._released += len(text)
 

@@ -37,7 +37,6 @@ PARAMETERS = {
     "prediction": "Predicted output",
     "prompt_logprobs": "Returning log-probabilities of the prompt alone",
     "reasoning": _REASONING,
-    "reasoning_effort": _REASONING,
     "regex": _STRUCTURE,
     "response_format": _STRUCTURE,
     "skip_special_tokens": _DETOKENIZING,

@@ -16,10 +16,13 @@ import msgspec
 
 from services.errors import RequestError
 from services.gateway.job import Choice, Job
+from services.gateway.parts import PartKind
 from services.gateway.records import Record
 from services.gateway.tokenizer import TextCodec
 
 DONE = b"data: [DONE]\n\n"
+REASONING = b"reasoning_content", b"reasoning"
+"""Names of the reasoning in messages of chat: that of older clients, and vLLM's newer one."""
 PIECE_RECORDS = 128
 PIECE_BYTES = 16 * 1024
 """Records without alternatives, and bytes of a text, in one event or one piece of a whole answer."""
@@ -50,11 +53,14 @@ def usage_body(job: Job) -> dict[str, Any]:
     """Returns the token counts of ``job``. A prompt counts once however many choices it has."""
     firsts = job.choices[:: job.n]
     prompt, completion = sum(len(c.prompt) for c in firsts), sum(len(c.generated) for c in job.choices)
+    thought = [c.reasoning_tokens for c in job.choices if c.reasoning_tokens is not None]
+    details = {"completion_tokens_details": {"reasoning_tokens": sum(thought)}} if thought else {}
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": sum(c.cached_tokens for c in firsts)},
+        **details,
     }
 
 
@@ -102,12 +108,12 @@ class Format(ABC):
         return b""
 
     @abstractmethod
-    def _content(self, text: str) -> bytes:
-        """Returns the members of a chunk's choice that carry ``text``."""
+    def _content(self, text: str, kind: PartKind) -> bytes:
+        """Returns the members of a chunk's choice that carry ``text``, which is of ``kind``."""
 
     @abstractmethod
-    def _around_content(self) -> tuple[bytes, bytes]:
-        """Returns the JSON before and after the characters of the text in a choice of a whole answer."""
+    def _whole_content(self, choice: Choice) -> Iterator[bytes]:
+        """Yields the members of a whole answer's choice that carry its text, in pieces."""
 
     @abstractmethod
     def _logprobs_of(self, records: Sequence[Record]) -> dict[str, Any]: ...
@@ -127,11 +133,14 @@ class Format(ABC):
         """Whether the client gets tokens one by one."""
         return self._logprobs or self._token_ids
 
-    def chunk(self, choice: Choice, text: str, start: int, end: int, *, final: bool) -> bytes:
+    def chunk(
+        self, choice: Choice, text: str, start: int, end: int, *, final: bool, kind: PartKind = "content"
+    ) -> bytes:
         """Returns one event: ``text`` and the records ``start..end`` of ``choice``; ``final`` closes the choice."""
         extras = self._extras(choice, start, end) if self._logprobs or self._token_ids else b',"logprobs":null'
         reason = b',"finish_reason":' + (_encode(choice.finish) if final else b"null")
-        return b"%b%d,%b%b%b%b" % (self._before, choice.index, self._content(text), extras, reason, self._closing())
+        content = self._content(text, kind)
+        return b"%b%d,%b%b%b%b" % (self._before, choice.index, content, extras, reason, self._closing())
 
     def usage_event(self) -> bytes:
         """Returns the last chunk before [DONE] where the client asked for usage."""
@@ -146,11 +155,9 @@ class Format(ABC):
         yield b'],"usage":' + _encode(usage_body(self._job)) + b"}"
 
     def _whole_choice(self, choice: Choice) -> Iterator[bytes]:
-        before, after = self._around_content()
-        yield b'{"index":%d,%b' % (choice.index, before)
-        for text in (choice.echo.text if choice.echo else b"", choice.text):
-            yield from _characters(text)
-        yield after + b',"logprobs":'
+        yield b'{"index":%d,' % choice.index
+        yield from self._whole_content(choice)
+        yield b',"logprobs":'
         yield from self._whole_logprobs(choice) if self._logprobs else (b"null",)
         yield b',"finish_reason":' + _encode(choice.finish)
         if self._token_ids:
@@ -191,17 +198,26 @@ def _characters(text: bytes | bytearray) -> Iterator[bytes]:
         start = end
 
 
+def _part(choice: Choice, kind: PartKind) -> Iterator[bytes]:
+    """Yields the characters of all parts of the text that are ``kind``, in pieces."""
+    for begin, end in choice.parts.of(kind, len(choice.text)):
+        yield from _characters(choice.text[begin:end])
+
+
 class CompletionFormat(Format):
     """``/v1/completions``, with its legacy log-probabilities: parallel lists, alternatives as text -> logprob."""
 
     prefix = "cmpl-"
     whole_object = chunk_object = "text_completion"
 
-    def _content(self, text: str) -> bytes:
+    def _content(self, text: str, kind: PartKind) -> bytes:  # noqa: ARG002 - completions have no channels
         return b'"text":' + _encode(text)
 
-    def _around_content(self) -> tuple[bytes, bytes]:
-        return b'"text":"', b'"'
+    def _whole_content(self, choice: Choice) -> Iterator[bytes]:
+        yield b'"text":"'
+        for text in (choice.echo.text if choice.echo else b"", choice.text):
+            yield from _characters(text)
+        yield b'"'
 
     def _logprobs_of(self, records: Sequence[Record]) -> dict[str, Any]:
         return {name: [member(record) for record in records] for name, member in self._members()}
@@ -241,11 +257,20 @@ class ChatFormat(Format):
         delta = b'"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null'
         return b"%b%d,%b%b" % (self._before, choice.index, delta, self._closing())
 
-    def _content(self, text: str) -> bytes:
-        return b'"delta":{"content":' + _encode(text) + b"}" if text else b'"delta":{}'
+    def _content(self, text: str, kind: PartKind) -> bytes:
+        names = (b"content",) if kind == "content" else REASONING
+        said = _encode(text)
+        return b'"delta":{' + b",".join(b'"%b":%b' % (name, said) for name in names if text) + b"}"
 
-    def _around_content(self) -> tuple[bytes, bytes]:
-        return b'"message":{"role":"assistant","content":"', b'","refusal":null}'
+    def _whole_content(self, choice: Choice) -> Iterator[bytes]:
+        yield b'"message":{"role":"assistant","content":"'
+        yield from _part(choice, "content")
+        yield b'","refusal":null'
+        for name in () if choice.reasoning_tokens is None else REASONING:
+            yield b',"%b":"' % name
+            yield from _part(choice, "reasoning")
+            yield b'"'
+        yield b"}"
 
     def _logprobs_of(self, records: Sequence[Record]) -> dict[str, Any]:
         return {"content": [self._entry(record) for record in records], "refusal": None}
@@ -316,7 +341,7 @@ class Cursor:
         """Returns the next event of ``choice``; empty where there is none yet or no more."""
         if place.closed or choice.error is not None or not choice.readable:
             return b""
-        text = self._text(choice, place)
+        kind, text = self._text(choice, place)
         full = place.records + self._format.piece_records
         end = min(choice.records, full)
         all_text = place.echoed + place.text == choice.length
@@ -324,15 +349,16 @@ class Cursor:
         if not text and not over and end < full:
             return b""  # a few records without text wait for it
         opening = b"" if place.opened else self._format.opening(choice)
-        event = self._format.chunk(choice, text, place.records, end, final=over)
+        event = self._format.chunk(choice, text, place.records, end, final=over, kind=kind)
         place.records, place.opened, place.closed = end, True, over
         return opening + event
 
     @staticmethod
-    def _text(choice: Choice, place: _Place) -> str:
+    def _text(choice: Choice, place: _Place) -> tuple[PartKind, str]:
         echo = choice.echo.text if choice.echo else b""
         if place.echoed < len(echo):
             start, place.echoed = place.echoed, _cut(echo, place.echoed)
-            return echo[start : place.echoed].decode()
-        start, place.text = place.text, _cut(choice.text, place.text)
-        return choice.text[start : place.text].decode()
+            return "content", echo[start : place.echoed].decode()
+        kind, end = choice.parts.at(place.text, len(choice.text))
+        start, place.text = place.text, min(end, _cut(choice.text, place.text))
+        return kind, choice.text[start : place.text].decode()

@@ -17,6 +17,7 @@ from services.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
 from services.gateway.chat_prompt import ChatEncoder
 from services.gateway.chat_template import RESERVED, ChatTemplate
 from services.gateway.conversation import Conversation
+from services.gateway.harmony import Marks
 from services.gateway.offload import Offload
 from services.gateway.schema import ChatMessage, CompletionBody
 from services.gateway.tokenizer import TextCodec
@@ -33,7 +34,8 @@ _MESSAGE_CHARS = 64  # rendering a message takes as long as tokenizing so many c
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServedModel:
-    """The model as clients see it. ``max_len`` counts prompt and answer, in tokens; ``created`` is Unix seconds."""
+    """The model as clients see it. ``max_len`` counts prompt and answer, in tokens; ``created`` is Unix seconds;
+    ``marks`` are those of a model whose answers have channels."""
 
     name: str
     vocab_size: int
@@ -41,6 +43,7 @@ class ServedModel:
     codec: TextCodec
     template: ChatTemplate | None
     created: int
+    marks: Marks | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -182,6 +185,7 @@ def _message_chars(message: ChatMessage) -> int:
     content, calls = message.content, message.tool_calls or ()
     said = len(content) if isinstance(content, str) else sum(len(part.text) for part in content or ())
     called = sum(len(call.function.arguments or "") + len(call.function.name) + len(call.id or "") for call in calls)
+    said += len(message.thoughts)
     return said + called + len(message.name or "") + _MESSAGE_CHARS * (1 + len(calls))
 
 

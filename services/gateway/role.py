@@ -30,6 +30,7 @@ from services.gateway.chat_template import load_chat_template
 from services.gateway.connections import Bounds, Connections
 from services.gateway.exposition import Siblings, parse_upstreams
 from services.gateway.guard import Guard, Rooms
+from services.gateway.harmony import marks_of
 from services.gateway.health import Readiness
 from services.gateway.heartbeat import Beat, HeartbeatThread
 from services.gateway.intake import Intake
@@ -86,6 +87,7 @@ def served_model(settings: Settings, spec: ModelSpec) -> ServedModel:
         codec=codec,
         template=load_chat_template(settings.model, config, codec.special),
         created=int(time.time()),
+        marks=marks_of(spec.family, codec),
     )
 
 

@@ -197,12 +197,22 @@ class ChatMessage(Body, frozen=True, kw_only=True, gc=False):
         Annotated[str, Meta(max_length=256)] | None,
         Meta(description="The call that a message of the role `tool` answers."),
     ] = None
+    reasoning_content: Annotated[
+        str | None, Meta(description="What the assistant thought, in messages of the past, for templates that show it.")
+    ] = None
+    reasoning: Annotated[str | None, Meta(description="The same, by vLLM's newer name.")] = None
 
     def __post_init__(self) -> None:
         if self.tool_calls and self.role != "assistant":
             raise ValueError("Only the role `assistant` has `tool_calls`")
         if self.tool_call_id and self.role != "tool":
             raise ValueError("Only the role `tool` has a `tool_call_id`")
+        if self.thoughts and self.role != "assistant":
+            raise ValueError("Only the role `assistant` has `reasoning_content`")
+
+    @property
+    def thoughts(self) -> str:
+        return self.reasoning_content or self.reasoning or ""
 
     @property
     def text(self) -> str | None:
@@ -221,6 +231,8 @@ class ChatMessage(Body, frozen=True, kw_only=True, gc=False):
             said["tool_calls"] = [call.as_template_input(arguments) for call in self.tool_calls]
         if self.tool_call_id:
             said["tool_call_id"] = self.tool_call_id
+        if self.thoughts:
+            said |= {"reasoning_content": self.thoughts, "thinking": self.thoughts}  # Qwen's and gpt-oss's names
         return said
 
 
@@ -239,6 +251,10 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
         None
     )
     chat_template_kwargs: Annotated[TemplateOptions, Meta(max_length=32)] | None = None
+    reasoning_effort: Annotated[
+        Literal["low", "medium", "high"] | None,
+        Meta(description="For chat templates that have it, as gpt-oss's does; others refuse it."),
+    ] = None
     parse_special_tokens: Annotated[
         bool | None,
         Meta(description="What messages spell becomes a control token; false by default: it stays text."),

@@ -83,7 +83,7 @@ class DenseModel:
         )
 
     def _window_plan(self, inputs: StepInputs, window: int | None, block_size: int) -> WindowPlan:
-        if self.products.invariant and inputs.paged is None:
+        if (self.products.invariant or self.spec.sinks) and inputs.paged is None:
             planner = TilePlanner(self.spec, block_size, self.device)
             return WindowPlan(decode=(), prompts=(), tiles=planner.plan(inputs, window))
         return WindowPlanner(
@@ -122,7 +122,7 @@ class DenseModel:
             interleaved=self.spec.rope.interleaved,
             kv=window_plan.reads_own,
         )
-        out_TE = attend(window_plan, q_TNH, own, cache)
+        out_TE = attend(window_plan, q_TNH, own, cache, weights.sinks_N)
         return x_TD, self.products.linear(out_TE.to(self.dtype), weights.o_DO, weights.o_bias_D)
 
     def ffn_input(self, layer: int, x_TD: Tensor, y_TD: Tensor) -> tuple[Tensor, Tensor]:
@@ -138,8 +138,9 @@ class DenseModel:
         weights = self._weights.layers[layer]
         assert weights.router_ED is not None, f"layer {layer} has no experts"
         flags = self.spec.router
+        logits_TE = self.products.scores(h_TD, weights.router_ED)
         return route(
-            self.products.scores(h_TD, weights.router_ED),
+            logits_TE if weights.router_logit_bias_E is None else logits_TE + weights.router_logit_bias_E,
             top_k=self.spec.top_k,
             score=flags.score,
             order=flags.order,

@@ -1,8 +1,9 @@
 """SHA-256 digests of a checkpoint's experts, in a file next to it, to check weights from other workers.
 
 `expertmesh digests` writes the file; workers that join read it. Torch-free. A digest covers the bytes of an expert's
-matrix as they are stored: ``gate_up`` (the gate's rows, then those of the up projection) or ``down``. Of a quantised
-checkpoint it covers the weights as they are loaded in the checkpoint's own dtype. Of experts that are held quantised it
+matrix as they are stored: ``gate_up`` (the gate's rows, then those of the up projection) or ``down``, or those of the
+biases of these. Of a quantised checkpoint, and of one that has all experts of a layer in one tensor, it covers the
+weights as they are loaded in the checkpoint's own dtype. Of experts that are held quantised it
 covers the parts that are held, by name one after the other; there is a file for each way to hold them. Both need torch.
 """
 
@@ -49,11 +50,13 @@ Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 log = logging.getLogger(__name__)
 
 
-class LayerDigests(msgspec.Struct, frozen=True, kw_only=True):
-    """Digests of one layer, in order of the experts."""
+class LayerDigests(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Digests of one layer, in order of the experts. Those of biases are there if the experts have some."""
 
     gate_up: tuple[Digest, ...]
     down: tuple[Digest, ...]
+    gate_up_bias: tuple[Digest, ...] = ()
+    down_bias: tuple[Digest, ...] = ()
 
 
 class Digests(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,7 +70,7 @@ class Digests(msgspec.Struct, frozen=True, kw_only=True):
     experts: str = ""
 
     def of(self, layer: int, name: str, expert: int) -> bytes:
-        """Return the digest of the matrix ``name``: ``gate_up`` or ``down``."""
+        """Return the digest of the matrix or bias ``name``, a field of :class:`LayerDigests`."""
         digests: tuple[bytes, ...] = getattr(self.layers[layer], name)
         return digests[expert]
 
@@ -115,10 +118,7 @@ def write_digests(model_dir: Path, expert_format: ExpertFormat = "auto", progres
         spec = dataclasses.replace(spec, experts=held_experts(spec, expert_format, checkpoint.kind, model_dir))
         progress = progress or NoProgress()
         if spec.experts.label:
-            names = TensorNames(spec.family)
-            ffns = [names.expert(layer, expert) for layer in spec.moe_layers for expert in range(spec.num_experts)]
-            every_name = (name for ffn in ffns for name in (ffn.gate, ffn.up, ffn.down))
-            progress.begin("experts' digests", checkpoint.nbytes(every_name))
+            progress.begin("experts' digests", checkpoint.nbytes(chain.from_iterable(_matrices(spec))))
             digests = _digests_of_held(model_dir, spec, _OnePhase(progress))
         else:
             digests = _digests(checkpoint, spec, progress)
@@ -137,28 +137,48 @@ def hashing_threads() -> int:
 def _fits(found: Digests, spec: ModelSpec, dtype: str) -> bool:
     if (found.format, found.fingerprint, found.experts) != (_FORMAT, spec.fingerprint, spec.experts.label):
         return False
-    if all(spec.experts.of(layer) is not None for layer in spec.moe_layers):
+    if all(spec.experts.of(layer) is not None for layer in spec.moe_layers) and not spec.expert_bias:
         pass  # no dtype has a part in it
-    elif found.dtype not in (_HOLDS.get(dtype, (dtype,)) if spec.quantisation is None else (dtype,)):
+    elif found.dtype not in ((dtype,) if _computed(spec) else _HOLDS.get(dtype, (dtype,))):
         return False
-    counts = {len(by_expert) for layer in found.layers.values() for by_expert in (layer.gate_up, layer.down)}
+    fields = _fields(spec)
+    counts = {len(getattr(layer, name)) for layer in found.layers.values() for name in fields}
     return tuple(sorted(found.layers)) == spec.moe_layers and counts == {spec.num_experts}
+
+
+def _computed(spec: ModelSpec) -> bool:
+    """Return whether experts are not in the files as they are loaded."""
+    return spec.quantisation is not None or TensorNames(spec.family).together
+
+
+def _fields(spec: ModelSpec) -> tuple[str, ...]:
+    """Return of what an expert has digests, by the fields of :class:`LayerDigests`."""
+    return ("gate_up", "down", "gate_up_bias", "down_bias") if spec.expert_bias else ("gate_up", "down")
+
+
+def _matrices(spec: ModelSpec) -> list[Names]:
+    """Return the tensors of each of :func:`_fields` of each expert of each layer."""
+    names = TensorNames(spec.family)
+    ffns = [names.expert(layer, expert) for layer in spec.moe_layers for expert in range(spec.num_experts)]
+    triples = [triple for ffn in ffns for triple in ffn.tensors(biases=spec.expert_bias)]
+    return [parts for gate, up, down in triples for parts in ((gate, up), (down,))]
 
 
 def _digests(checkpoint: Checkpoint, spec: ModelSpec, progress: Progress) -> Digests:
     if not spec.moe_layers:
         raise CheckpointError("The checkpoint has no experts, so it can have no digests.")
-    names = TensorNames(spec.family)
-    ffns = [names.expert(layer, expert) for layer in spec.moe_layers for expert in range(spec.num_experts)]
-    matrices = [parts for ffn in ffns for parts in ((ffn.gate, ffn.up), (ffn.down,))]
+    matrices = _matrices(spec)
     progress.begin("experts' digests", checkpoint.nbytes(chain.from_iterable(matrices)))
     found = []
     with _hashing(checkpoint, spec, matrices) as (dtype, digest):
         for parts, one in zip(matrices, _each(digest, matrices), strict=True):
             found.append(one)
             progress.advance(checkpoint.nbytes(parts))
-    size = 2 * spec.num_experts
-    by_layer = {layer: _by_matrix(found[at * size : (at + 1) * size]) for at, layer in enumerate(spec.moe_layers)}
+    fields = _fields(spec)
+    size = len(fields) * spec.num_experts
+    by_layer = {
+        layer: _by_field(found[at * size : (at + 1) * size], fields) for at, layer in enumerate(spec.moe_layers)
+    }
     return Digests(format=_FORMAT, fingerprint=spec.fingerprint, dtype=dtype, layers=by_layer)
 
 
@@ -167,14 +187,14 @@ def _hashing(
     checkpoint: Checkpoint, spec: ModelSpec, matrices: Iterable[Names]
 ) -> Iterator[tuple[str, Callable[[Names], bytes]]]:
     """Return the type whose bytes digests cover, and how the digest of a matrix is made."""
-    if spec.quantisation is None:
+    if not _computed(spec):
         yield _stored_type(checkpoint, matrices), partial(_digest, checkpoint)
         return
     try:
         from services.model.dequantised.digest import digest_of_loaded, single_threads
     except ImportError as error:
         raise CheckpointError(
-            f"Digests of a quantised checkpoint need torch. {WorkerExtraMissing('torch').message}"
+            f"Digests of this checkpoint's experts need torch. {WorkerExtraMissing('torch').message}"
         ) from error
     with single_threads():
         yield spec.dtype, partial(digest_of_loaded, checkpoint.pieces, spec.dtype)
@@ -199,7 +219,7 @@ def _digests_of_held(model_dir: Path, spec: ModelSpec, progress: Progress) -> Di
     try:
         import torch
 
-        from services.model.experts import DOWN, GATE_UP, tensors_of
+        from services.model.experts import tensors_of
         from services.model.weights import load_experts
     except ImportError as error:
         raise CheckpointError(
@@ -214,11 +234,11 @@ def _digests_of_held(model_dir: Path, spec: ModelSpec, progress: Progress) -> Di
         for layer in spec.moe_layers:
             wanted = {layer: range(spec.num_experts)}
             loaded = load_experts(model_dir, spec, dtype=dtype, device=device, experts=wanted, progress=progress)
-            held, found = loaded[layer], {}
-            for name, weight in ((GATE_UP, held.w_gate_up_E2FD), (DOWN, held.w_down_EDF)):
+            found = {}
+            for name, weight in loaded[layer].matrices().items():
                 parts = [tensor for _, tensor in sorted(tensors_of(name, weight).items())]
                 found[name] = tuple(pool.map(partial(digest, parts), wanted[layer]))
-            layers[layer] = LayerDigests(gate_up=found[GATE_UP], down=found[DOWN])
+            layers[layer] = LayerDigests(**found)
     return Digests(
         format=_FORMAT, fingerprint=spec.fingerprint, dtype=spec.dtype, layers=layers, experts=spec.experts.label
     )
@@ -241,9 +261,9 @@ def _hash_of(parts: Iterable[memoryview]) -> bytes:
     return digest.digest()
 
 
-def _by_matrix(digests: list[bytes]) -> LayerDigests:
-    """Sort ``digests``, which are of ``gate_up`` and ``down`` alternately."""
-    return LayerDigests(gate_up=tuple(digests[::2]), down=tuple(digests[1::2]))
+def _by_field(digests: list[bytes], fields: tuple[str, ...]) -> LayerDigests:
+    """Sort ``digests``, which are of ``fields`` in turn."""
+    return LayerDigests(**{name: tuple(digests[at :: len(fields)]) for at, name in enumerate(fields)})
 
 
 def _digest(checkpoint: Checkpoint, names: Names) -> bytes:

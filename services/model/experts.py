@@ -13,27 +13,38 @@ import torch
 from torch import Tensor
 
 from moe_kernels import ArgumentError, QuantisedWeight, Weight, stack_rows
+from moe_kernels.activations.op import Activation
 from services.errors import ConfigError
 from services.model.host_memory import spare
 from services.model.products import FastestProducts, Products
 
 GATE_UP, DOWN = "gate_up", "down"
-"""Names of a layer's matrices, as workers send them to one another."""
+GATE_UP_BIAS, DOWN_BIAS = "gate_up_bias", "down_bias"
+"""Names of a layer's matrices and biases, as workers send them to one another."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertWeights:
-    """Experts of one layer that a shard holds, dense or quantised. The i-th of both weights is ``expert_ids[i]``'s."""
+    """Experts of one layer that a shard holds, dense or quantised. The i-th of both weights is ``expert_ids[i]``'s, as
+    is that of the biases, which are in the serving dtype; None where the family has none."""
 
     expert_ids: tuple[int, ...]
     w_gate_up_E2FD: Weight
     w_down_EDF: Weight
+    bias_gate_up_E2F: Tensor | None = None
+    bias_down_ED: Tensor | None = None
+
+    def matrices(self) -> dict[str, Weight]:
+        """Return all weights and biases of the layer by name."""
+        found = {GATE_UP: self.w_gate_up_E2FD, DOWN: self.w_down_EDF}
+        biases = {GATE_UP_BIAS: self.bias_gate_up_E2F, DOWN_BIAS: self.bias_down_ED}
+        return found | {name: bias for name, bias in biases.items() if bias is not None}
 
     def tensors(self) -> dict[str, Tensor]:
         """Return all tensors of the layer by name, each with E first."""
         return {
             name: tensor
-            for matrix, weight in ((GATE_UP, self.w_gate_up_E2FD), (DOWN, self.w_down_EDF))
+            for matrix, weight in self.matrices().items()
             for name, tensor in tensors_of(matrix, weight).items()
         }
 
@@ -50,7 +61,8 @@ def tensors_of(matrix: str, weight: Weight) -> dict[str, Tensor]:
 
 
 def sliced(whole: ExpertWeights, index: int, count: int) -> ExpertWeights:
-    """Copy slice ``index`` of ``count`` of each expert's inner width. The outputs of all slices add up.
+    """Copy slice ``index`` of ``count`` of each expert's inner width. The outputs of all slices add up: the bias of the
+    down projection is the first slice's, others have zeros.
 
     Raises:
         ConfigError: the width does not divide, or not at such columns as the kind of the weights may be cut at.
@@ -64,11 +76,14 @@ def sliced(whole: ExpertWeights, index: int, count: int) -> ExpertWeights:
             hint="Choose a number that divides the width.",
         )
     begin, end = index * width // count, (index + 1) * width // count
+    biases = whole.bias_gate_up_E2F, whole.bias_down_ED
     try:
         return ExpertWeights(
             expert_ids=whole.expert_ids,
             w_gate_up_E2FD=_inner_rows(whole.w_gate_up_E2FD, width, begin, end),
             w_down_EDF=_columns(whole.w_down_EDF, begin, end),
+            bias_gate_up_E2F=None if biases[0] is None else torch.cat(_parts(biases[0], width, begin, end), dim=1),
+            bias_down_ED=biases[1] if biases[1] is None or index == 0 else torch.zeros_like(biases[1]),
         )
     except ArgumentError as error:
         raise ConfigError(
@@ -79,10 +94,14 @@ def sliced(whole: ExpertWeights, index: int, count: int) -> ExpertWeights:
 
 def _inner_rows(weight: Weight, width: int, begin: int, end: int) -> Weight:
     """Copy rows of gate and up projection."""
-    places = (begin, end), (width + begin, width + end)
     if isinstance(weight, Tensor):
-        return torch.cat([weight[:, first:last] for first, last in places], dim=1)
-    return stack_rows(*(weight.rows(first, last) for first, last in places))
+        return torch.cat(_parts(weight, width, begin, end), dim=1)
+    return stack_rows(*(weight.rows(first, last) for first, last in ((begin, end), (width + begin, width + end))))
+
+
+def _parts(both: Tensor, width: int, begin: int, end: int) -> tuple[Tensor, Tensor]:
+    """Return rows of the gate projection, and the same of the up projection."""
+    return both[:, begin:end], both[:, width + begin : width + end]
 
 
 def _columns(weight: Weight, begin: int, end: int) -> Weight:
@@ -97,11 +116,18 @@ class ExpertShard:
         layers: layer index -> the experts of that layer that are here.
         num_experts: experts per layer in the whole model.
         products: how rows are multiplied.
+        activation: what is between an expert's two products.
     """
 
     def __init__(
-        self, layers: Mapping[int, ExpertWeights], *, num_experts: int, products: Products | None = None
+        self,
+        layers: Mapping[int, ExpertWeights],
+        *,
+        num_experts: int,
+        products: Products | None = None,
+        activation: Activation = "swiglu",
     ) -> None:
+        self._activation = activation
         self._layers, self._products = dict(layers), products or FastestProducts()
         self._slots = {layer: _slot_of_expert(held, num_experts) for layer, held in layers.items()}
         for held in layers.values():
@@ -126,7 +152,16 @@ class ExpertShard:
         """
         held = self._layers[layer]
         weights = held.w_gate_up_E2FD, held.w_down_EDF
-        return self._products.experts(x_TD, *weights, expert_ids_TK, weights_TK, self._slots[layer])
+        return self._products.experts(
+            x_TD,
+            *weights,
+            expert_ids_TK,
+            weights_TK,
+            self._slots[layer],
+            activation=self._activation,
+            bias_in=held.bias_gate_up_E2F,
+            bias_down=held.bias_down_ED,
+        )
 
 
 def _slot_of_expert(held: ExpertWeights, num_experts: int) -> Tensor | None:

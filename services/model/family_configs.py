@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from services.model.configfile import ConfigFile
+from services.model.family_gpt_oss import gpt_oss
 from services.model.family_keys import (
     DEFAULT_WINDOW,
     alternating_windows,
@@ -281,6 +282,7 @@ FAMILIES: Mapping[str, Callable[[ConfigFile, EndTokens], ModelSpec]] = {
     "ernie4_5_moe": _ernie4_5_moe,
     "exaone_moe": _exaone_moe,
     "glm4_moe": _glm4_moe,
+    "gpt_oss": gpt_oss,
     "hy_v3": _hy_v3,
     "minimax_m2": _minimax_m2,
     "mixtral": _mixtral,

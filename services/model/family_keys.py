@@ -9,7 +9,7 @@ from services.errors import UnsupportedModel
 from services.model.configfile import ConfigFile
 from services.model.quantised.config import read_quantisation
 from services.model.ropeconfig import rope_spec
-from services.model.spec import DType, LayerSpec, ModelSpec, QKNorm, RouterSpec
+from services.model.spec import DType, ExpertActivation, LayerSpec, ModelSpec, QKNorm, RouterSpec
 
 MAX_LAYERS = 1 << 14
 MAX_MTP_LAYERS = 64
@@ -40,6 +40,9 @@ def build(
     interleaved: bool = False,
     tied: bool = False,
     mtp_layers: int = 0,
+    sinks: bool = False,
+    expert_bias: bool = False,
+    expert_activation: ExpertActivation = "swiglu",
 ) -> ModelSpec:
     """Read the keys that all families share. ``top_k``, ``head_dim`` (0: that of the hidden size), ``rms_eps``,
     ``theta``, ``tied`` and ``rotated`` (the part of a head; None: the family has no such key) are defaults of missing
@@ -84,6 +87,9 @@ def build(
         eos_token_ids=tuple(token for token in eos_token_ids if token < vocab_size),
         shared_gated=shared_gated,
         mtp_layers=mtp_layers,
+        sinks=sinks,
+        expert_bias=expert_bias,
+        expert_activation=expert_activation,
         quantisation=read_quantisation(config, experts=num_experts),
     )
 

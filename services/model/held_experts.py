@@ -54,7 +54,7 @@ def _as_stored(spec: ModelSpec, layer: int, stored: StoredKind) -> Kind | None:
 def _names(spec: ModelSpec, layer: int) -> list[str]:
     names = TensorNames(spec.family)
     ffns = [names.expert(layer, expert) for expert in range(spec.num_experts)]
-    return [name for ffn in ffns for name in (ffn.gate, ffn.up, ffn.down)]
+    return [name for ffn in ffns for name in ffn.matrices]
 
 
 def _log_dense(spec: ModelSpec, kinds: Mapping[int, Kind | None], stored: StoredKind) -> None:
@@ -101,7 +101,8 @@ def expert_bytes(spec: ModelSpec, itemsize: int) -> int:
     for layer in spec.moe_layers:
         kind = spec.experts.of(layer)
         each = 3 * width * hidden * itemsize if kind is None else _bytes(kind, width, hidden)
-        total += spec.num_experts * each
+        biases = (2 * width + hidden) * itemsize if spec.expert_bias else 0
+        total += spec.num_experts * (each + biases)
     return total
 
 

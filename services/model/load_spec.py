@@ -56,9 +56,9 @@ def _fingerprint(spec: ModelSpec, model_dir: Path) -> str:
         del fields[name]  # which the release before has not, and both have to find one fingerprint
     if spec.quantisation is None:
         del fields["quantisation"]  # nor this one
-    _leave_out(fields, spec, "shared_gated", "mtp_layers")
+    _leave_out(fields, spec, "shared_gated", "mtp_layers", "sinks", "expert_bias", "expert_activation")
     _leave_out(fields["rope"], spec.rope, "dim", "interleaved")
-    _leave_out(fields["router"], spec.router, "bias", "groups", "top_groups", "group_score")
+    _leave_out(fields["router"], spec.router, "bias", "groups", "top_groups", "group_score", "logit_bias")
     for values, layer in zip(fields["layers"], spec.layers, strict=True):
         _leave_out(values, layer, "rotated")
     content = json.dumps([fields, weights], sort_keys=True)

@@ -19,16 +19,32 @@ class FfnNames:
     up: str
     down: str
 
+    @property
+    def matrices(self) -> tuple[str, str, str]:
+        return self.gate, self.up, self.down
+
+    @property
+    def biases(self) -> tuple[str, str, str]:
+        """Names of the biases, where there are some."""
+        gate, up, down = (f"{name.removesuffix('.weight')}.bias" for name in self.matrices)
+        return gate, up, down
+
+    def tensors(self, *, biases: bool) -> tuple[tuple[str, str, str], ...]:
+        """Return :attr:`matrices`, and :attr:`biases` if there are some."""
+        return (self.matrices, self.biases) if biases else (self.matrices,)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Parts:
-    """What a family calls the parts of a layer with experts. ``bias_in_a_row``: that of the router is a matrix."""
+    """What a family calls the parts of a layer with experts. ``bias_in_a_row``: that of the router is a matrix.
+    ``together``: files have one tensor for all experts of a layer, and no tensor by an expert's name."""
 
     moe: str = "mlp"
     expert: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     router: str = "mlp.gate"
     bias: str = "mlp.gate.e_score_correction_bias"
     bias_in_a_row: bool = False
+    together: bool = False
     shared: str = "mlp.shared_experts"
 
 
@@ -44,6 +60,7 @@ _FAMILIES = {
     "qwen2_moe": _Parts(shared="mlp.shared_expert"),
     "ernie4_5_moe": _Parts(bias="mlp.moe_statics.e_score_correction_bias", bias_in_a_row=True),
     "exaone_moe": _Parts(bias="mlp.e_score_correction_bias"),
+    "gpt_oss": _Parts(router="mlp.router", together=True),
     "hy_v3": _Parts(router="mlp.router.gate", bias="mlp.expert_bias", shared="mlp.shared_mlp"),
 }
 _MTP_TENSORS = {
@@ -64,12 +81,23 @@ class TensorNames:
         """Whether files name experts as Mixtral's do, other than transformers' modules."""
         return self._parts == _MIXTRAL
 
+    @property
+    def together(self) -> bool:
+        """Whether files have all experts of a layer in one tensor: see :mod:`services.model.together`."""
+        return self._parts.together
+
     def layer(self, layer: int, part: str) -> str:
         """Return ``part`` (such as ``self_attn.q_proj.weight``) of a layer."""
         return f"model.layers.{layer}.{part}"
 
     def router(self, layer: int) -> str:
         return self.layer(layer, f"{self._parts.router}.weight")
+
+    def router_logit_bias(self, layer: int) -> str:
+        return self.layer(layer, f"{self._parts.router}.bias")
+
+    def sinks(self, layer: int) -> str:
+        return self.layer(layer, "self_attn.sinks")
 
     def router_bias(self, layer: int) -> str:
         return self.layer(layer, self._parts.bias)
@@ -79,6 +107,10 @@ class TensorNames:
 
     def shared_gate(self, layer: int) -> str:
         return self.layer(layer, "mlp.shared_expert_gate.weight")
+
+    def experts(self, layer: int) -> str:
+        """Return with what the names of all experts of a layer begin."""
+        return self.layer(layer, f"{self._parts.moe}.experts")
 
     def expert(self, layer: int, expert: int) -> FfnNames:
         return self._ffn(layer, f"{self._parts.moe}.experts.{expert}", *self._parts.expert)
@@ -114,7 +146,11 @@ def expert_shapes(spec: ModelSpec) -> dict[str, Shape]:
     shapes: dict[str, Shape] = {}
     for layer in spec.moe_layers:
         for expert in range(spec.num_experts):
-            shapes |= _ffn_shapes(names.expert(layer, expert), spec.hidden_size, spec.expert_ffn)
+            ffn = names.expert(layer, expert)
+            shapes |= _ffn_shapes(ffn, spec.hidden_size, spec.expert_ffn)
+            if spec.expert_bias:
+                widths = (spec.expert_ffn, spec.expert_ffn, spec.hidden_size)
+                shapes |= {name: (1, width) for name, width in zip(ffn.biases, widths, strict=True)}
     return shapes
 
 
@@ -154,6 +190,8 @@ def _attention_shapes(spec: ModelSpec, layer: int) -> dict[str, Shape]:
         per_head = spec.qk_norm == "head"
         shapes["self_attn.q_norm.weight"] = (spec.head_dim if per_head else spec.q_size,)
         shapes["self_attn.k_norm.weight"] = (spec.head_dim if per_head else spec.kv_size,)
+    if spec.sinks:
+        shapes["self_attn.sinks"] = (spec.num_heads,)
     names = TensorNames(spec.family)
     return {names.layer(layer, part): shape for part, shape in shapes.items()}
 
@@ -166,6 +204,8 @@ def _ffn_part_shapes(spec: ModelSpec, layer: int) -> dict[str, Shape]:
     shapes: dict[str, Shape] = {names.router(layer): (spec.num_experts, width)}
     if spec.router.bias:
         shapes[names.router_bias(layer)] = names.router_bias_shape(spec.num_experts)
+    if spec.router.logit_bias:
+        shapes[names.router_logit_bias(layer)] = (spec.num_experts,)
     if spec.shared_ffn:
         shapes |= _ffn_shapes(names.shared_expert(layer), width, spec.shared_ffn)
     if spec.shared_ffn and spec.shared_gated:

@@ -188,20 +188,26 @@ def compute_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "cpu" else dtype
 
 
-def attend(plan: WindowPlan, q_TNH: Tensor, own: KeysValues | None, cache: KeysValues) -> Tensor:
+def attend(
+    plan: WindowPlan, q_TNH: Tensor, own: KeysValues | None, cache: KeysValues, sinks_N: Tensor | None = None
+) -> Tensor:
     """Return the attention output ``out_TE`` with E = N x H, in ``q``'s dtype.
 
     Args:
         own: the step's keys and values ``[T, K, H]``, which are already in ``cache``, too; if the plan needs them.
         cache: ``(k_NBKH, v_NBKH)`` of the layer.
+        sinks_N: one more logit for each query head, which has no value; where the plan is ``paged`` or has ``tiles``.
     """
     paged = plan.paged
     if isinstance(paged, PagedPieces):
-        return paged_attention(q_TNH, *cache, paged.blocks_SM, paged.work[plan.window]).flatten(1)
+        return paged_attention(q_TNH, *cache, paged.blocks_SM, paged.work[plan.window], sinks_N=sinks_N).flatten(1)
     if paged is not None:
-        return paged_decode(q_TNH, *cache, paged.blocks_BM, paged.kv_len_B, window=plan.window).flatten(1)
+        return paged_decode(
+            q_TNH, *cache, paged.blocks_BM, paged.kv_len_B, window=plan.window, sinks_N=sinks_N
+        ).flatten(1)
     if plan.tiles:
-        return tiled_attention.attend(plan.tiles, q_TNH, cache)
+        return tiled_attention.attend(plan.tiles, q_TNH, cache, sinks_N)
+    assert sinks_N is None, "torch's attention has none"
     if len(plan.decode) == 1 and plan.decode[0].rows_B is None:
         return _decode(plan.decode[0], q_TNH, cache)
     out_TE = q_TNH.new_empty(q_TNH.shape[0], q_TNH.shape[1] * q_TNH.shape[2])

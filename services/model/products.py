@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moe_kernels import Weight, fused_moe, quantised_linear
+from moe_kernels.activations.op import Activation
 from moe_kernels.invariant import op as invariant
 from moe_kernels.invariant.reference import in_whole_vectors
 
@@ -43,6 +44,10 @@ class Products(Protocol):
         expert_ids_TK: Tensor,
         weights_TK: Tensor,
         local_E: Tensor | None,
+        *,
+        activation: Activation = "swiglu",
+        bias_in: Tensor | None = None,
+        bias_down: Tensor | None = None,
     ) -> Tensor:
         """Return the weighted sum of the outputs of rows' experts; arguments as of :func:`moe_kernels.fused_moe`."""
 
@@ -71,8 +76,22 @@ class FastestProducts:
         expert_ids_TK: Tensor,
         weights_TK: Tensor,
         local_E: Tensor | None,
+        *,
+        activation: Activation = "swiglu",
+        bias_in: Tensor | None = None,
+        bias_down: Tensor | None = None,
     ) -> Tensor:
-        return fused_moe(x_TD, w_gate_up_E2FD, w_down_EDF, expert_ids_TK, weights_TK, local_E=local_E)
+        return fused_moe(
+            x_TD,
+            w_gate_up_E2FD,
+            w_down_EDF,
+            expert_ids_TK,
+            weights_TK,
+            local_E=local_E,
+            activation=activation,
+            bias_in=bias_in,
+            bias_down=bias_down,
+        )
 
 
 class InvariantProducts:
@@ -99,10 +118,24 @@ class InvariantProducts:
         expert_ids_TK: Tensor,
         weights_TK: Tensor,
         local_E: Tensor | None,
+        *,
+        activation: Activation = "swiglu",
+        bias_in: Tensor | None = None,
+        bias_down: Tensor | None = None,
     ) -> Tensor:
         assert isinstance(w_gate_up_E2FD, Tensor), "rules of the settings refuse it"
         assert isinstance(w_down_EDF, Tensor), "rules of the settings refuse it"
-        return invariant.experts(x_TD, w_gate_up_E2FD, w_down_EDF, expert_ids_TK, weights_TK, local_E=local_E)
+        return invariant.experts(
+            x_TD,
+            w_gate_up_E2FD,
+            w_down_EDF,
+            expert_ids_TK,
+            weights_TK,
+            local_E=local_E,
+            activation=activation,
+            bias_in=bias_in,
+            bias_down=bias_down,
+        )
 
 
 def products_of(*, batch_invariant: bool) -> Products:

@@ -17,7 +17,7 @@ from typing import Self
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding, linear, silu
+from torch.nn.functional import embedding, linear, sigmoid, silu
 
 from services.config import ExpertFormat
 from services.model.checkpoint import Checkpoint
@@ -120,10 +120,12 @@ class ReferenceModel:
             held = held_experts(spec, expert_format, checkpoint.kind, model_dir)
             for layer, expert in product(spec.moe_layers, range(spec.num_experts)):
                 ffn = TensorNames(spec.family).expert(layer, expert)
-                matrices = (ffn.gate, ffn.up, ffn.down)
+                matrices = ffn.matrices
                 kept = expert_format not in ROUNDED or {*map(checkpoint.kind, matrices)} == {held.of(layer)}
                 made = (lambda weight_OI: weight_OI) if kept else ROUNDED[expert_format]
                 tensors |= {name: made(checkpoint.read(name)) for name in matrices}
+                if spec.expert_bias:
+                    tensors |= {name: checkpoint.read(name) for name in ffn.biases}
             return cls(spec, tensors, on_choice)
 
     def logits(self, token_ids: Sequence[int]) -> Tensor:
@@ -152,8 +154,18 @@ class ReferenceModel:
         return x / root * self._tensors[name]
 
     def _ffn(self, names: FfnNames, h_TD: Tensor) -> Tensor:
-        gate, up, down = self._tensors[names.gate], self._tensors[names.up], self._tensors[names.down]
+        gate, up, down = (self._tensors[name] for name in names.matrices)
         return (silu(h_TD @ gate.T) * (h_TD @ up.T)) @ down.T
+
+    def _expert(self, names: FfnNames, h_TD: Tensor) -> Tensor:
+        """Return :meth:`_ffn` of an expert; with ``swiglu_oai`` and biases, as gpt-oss defines it."""
+        if self.spec.expert_activation == "swiglu":
+            return self._ffn(names, h_TD)
+        gate, up, down = (self._tensors[name] for name in names.matrices)
+        gate_bias, up_bias, down_bias = (self._tensors[name] for name in names.biases)
+        gate_TF = (h_TD @ gate.T + gate_bias).clamp(max=7.0)
+        up_TF = (h_TD @ up.T + up_bias).clamp(-7.0, 7.0)
+        return ((up_TF + 1) * (gate_TF * sigmoid(1.702 * gate_TF))) @ down.T + down_bias
 
     def _attention(self, layer: int, h_TD: Tensor) -> Tensor:
         spec = self.spec
@@ -163,7 +175,13 @@ class ReferenceModel:
         window = spec.layers[layer].window or h_TD.shape[0]
         seen_TT = (distance_TT >= 0) & (distance_TT < window)
         score_NTT = (q_NTH @ k_NTH.transpose(1, 2)) / math.sqrt(spec.head_dim)
-        out_NTH = torch.softmax(score_NTT.masked_fill(~seen_TT, -math.inf), dim=-1) @ v_NTH
+        score_NTT = score_NTT.masked_fill(~seen_TT, -math.inf)
+        if spec.sinks:
+            sink_NT1 = self._tensors[self._names.sinks(layer)][:, None, None].expand(-1, len(h_TD), 1)
+            share_NTT = torch.softmax(torch.cat((score_NTT, sink_NT1), dim=-1), dim=-1)[..., :-1]
+        else:
+            share_NTT = torch.softmax(score_NTT, dim=-1)
+        out_NTH = share_NTT @ v_NTH
         return self._linear(layer, "o", out_NTH.transpose(0, 1).flatten(1))
 
     def _heads(self, layer: int, part: str, h_TD: Tensor) -> Tensor:
@@ -208,7 +226,7 @@ class ReferenceModel:
         y_TD = torch.zeros_like(h_TD)
         for expert in sorted(set(expert_TK.flatten().tolist())):
             token, slot = (expert_TK == expert).nonzero(as_tuple=True)
-            y_TD[token] += weight_TK[token, slot, None] * self._ffn(self._names.expert(layer, expert), h_TD[token])
+            y_TD[token] += weight_TK[token, slot, None] * self._expert(self._names.expert(layer, expert), h_TD[token])
         if self.spec.shared_ffn:
             y_TD = y_TD + self._shared_expert(layer, h_TD)
         return y_TD, margin_T
@@ -223,6 +241,8 @@ class ReferenceModel:
         """Return the weight and the number of each expert that is chosen, and the margin of the choice."""
         flags = self.spec.router
         logit_TE = h_TD @ self._tensors[self._names.router(layer)].T
+        if flags.logit_bias:
+            logit_TE = logit_TE + self._tensors[self._names.router_logit_bias(layer)]
         value_TE = self._scored(logit_TE) if flags.order == "score_first" else logit_TE
         compared_TE = value_TE + self._tensors[self._names.router_bias(layer)].flatten() if flags.bias else value_TE
         margin_T = torch.full((len(h_TD),), math.inf)

@@ -16,6 +16,8 @@ from services.model.quantised.quantisation import Quantisation
 DType = Literal["float32", "bfloat16", "float16"]
 QKNorm = Literal["none", "head", "projection"]
 RopeKind = Literal["default", "linear", "llama3", "yarn"]
+ExpertActivation = Literal["swiglu", "swiglu_oai"]
+"""As in :mod:`moe_kernels.activations.op`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,7 +45,8 @@ class RopeSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RouterSpec:
-    """The flags of :func:`moe_kernels.route` that a family fixes. ``bias``: the weights have one for the choice."""
+    """The flags of :func:`moe_kernels.route` that a family fixes. ``bias``: the weights have one for the choice;
+    ``logit_bias``: one that is part of the logits."""
 
     score: Literal["softmax", "sigmoid"] = "softmax"
     order: Literal["score_first", "choose_first"] = "score_first"
@@ -53,6 +56,7 @@ class RouterSpec:
     groups: int = 1
     top_groups: int = 1
     group_score: Literal["max", "top2_sum"] = "max"
+    logit_bias: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,6 +80,8 @@ class ModelSpec:
     may serve one request one after the other; ``""`` (unknown, as in the release before) agrees with all.
     ``shared_gated``: the shared expert's output is multiplied by a gate of its own. ``mtp_layers`` more may lie behind
     the layers in the files: they predict tokens further ahead, and nobody reads them.
+    ``sinks``: each query head has a logit that takes its share of attention and has no value. ``expert_bias``: both
+    products of an expert have a bias.
     ``quantisation`` is how the weights lie on disk. ``experts`` and ``linears`` say how experts and other linear layers
     are held in memory, which ``with_weights`` decides, too, and adds to ``weights``; all other weights are in the
     serving dtype.
@@ -107,6 +113,9 @@ class ModelSpec:
     eos_token_ids: tuple[int, ...]
     shared_gated: bool = True
     mtp_layers: int = 0
+    sinks: bool = False
+    expert_bias: bool = False
+    expert_activation: ExpertActivation = "swiglu"
     quantisation: Quantisation | None = None
     fingerprint: str = ""
     weights: str = ""

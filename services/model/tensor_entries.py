@@ -16,6 +16,7 @@ from services.model.load_spec import INDEX, read_index, unreadable
 from services.model.names import LM_HEAD, Shape, dense_shapes, expert_shapes, is_harmless
 from services.model.sources import Source, find_sources, unread
 from services.model.spec import ModelSpec
+from services.model.together import find_together
 
 _SINGLE = "model.safetensors"
 
@@ -32,6 +33,7 @@ def tensor_entries(model_dir: Path, spec: ModelSpec) -> tuple[dict[str, TensorEn
     except OSError as error:
         raise unreadable(model_dir, error) from error
     sources = find_sources(entries, model_dir, spec)
+    sources |= find_together(entries, model_dir, spec, sources)
     _check(entries, sources, model_dir, spec)
     return entries, sources
 

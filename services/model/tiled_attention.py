@@ -139,19 +139,22 @@ class TilePlanner:
         )
 
 
-def attend(plan: tuple[Tiles, ...], q_TNH: Tensor, cache: tuple[Tensor, Tensor]) -> Tensor:
+def attend(
+    plan: tuple[Tiles, ...], q_TNH: Tensor, cache: tuple[Tensor, Tensor], sinks_N: Tensor | None = None
+) -> Tensor:
     """Return the attention output ``out_TE`` with E = N x H, in ``q``'s dtype, float32.
 
     Args:
+        sinks_N: one more logit for each query head, which has no value, in ``q``'s dtype.
         cache: ``(k_PBJH, v_PBJH)`` of the layer, with what the step's rows have put there.
     """
     out_TE = torch.empty_like(q_TNH).flatten(1)
     for tiles in plan:
-        out_TE.index_copy_(0, tiles.rows_W, _attend(tiles, q_TNH[tiles.rows_W], cache))
+        out_TE.index_copy_(0, tiles.rows_W, _attend(tiles, q_TNH[tiles.rows_W], cache, sinks_N))
     return out_TE
 
 
-def _attend(tiles: Tiles, q_WNH: Tensor, cache: tuple[Tensor, Tensor]) -> Tensor:
+def _attend(tiles: Tiles, q_WNH: Tensor, cache: tuple[Tensor, Tensor], sinks_N: Tensor | None) -> Tensor:
     chunks, count, height, chunk = tiles.hidden_XZRC.shape
     kv_heads, size = cache[0].shape[2:]
     q_WNH = whole_columns(q_WNH * size**-0.5)
@@ -165,10 +168,13 @@ def _attend(tiles: Tiles, q_WNH: Tensor, cache: tuple[Tensor, Tensor]) -> Tensor
     hidden_XZRC = tiles.hidden_XZRC
     by_row_XJZRGC = scores_XJZMC.view(chunks, kv_heads, count, height, -1, chunk)
     by_row_XJZRGC.masked_fill_(hidden_XZRC[:, None, :, :, None], -torch.inf)
-    scores_XJZMC -= scores_XJZMC.amax(dim=-1).amax(dim=0).unsqueeze(-1)
+    top_JZM = scores_XJZMC.amax(dim=-1).amax(dim=0)
+    scores_XJZMC -= top_JZM.unsqueeze(-1)
     weights_XJZMC = in_whole_vectors(torch.exp, scores_XJZMC)
     totals_XJZM = weights_XJZMC.sum(dim=-1)
     total_JZM, out_JZMH = torch.zeros_like(totals_XJZM[0]), torch.zeros_like(q_JZMH)
+    if sinks_N is not None:  # far above all scores it is infinite, and the row 0
+        total_JZM += in_whole_vectors(torch.exp, sinks_N.view(kv_heads, 1, -1).repeat(1, count, height) - top_JZM)
     for x in range(chunks):
         total_JZM += totals_XJZM[x]
         for j in range(kv_heads):

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from moe_kernels import QuantisedWeight, Weight
+from services.model.expert_biases import place_biases
 from services.model.expert_format import Kind
 from services.model.experts import ExpertWeights
 from services.model.held_linears import Linear, head, network, output, qkv
@@ -43,7 +44,7 @@ class LayerWeights:
 
     A weight that is held quantised is one of a single expert. ``ffn`` is the layer's only network or its shared expert,
     which has a gate or none. The router gives float32, for bfloat16 logits tie: its weights are float32, or on a GPU of
-    the serving dtype if they are stored in it.
+    the serving dtype if they are stored in it. Sinks and the router's biases are float32.
     """
 
     attention_norm_D: Tensor
@@ -58,6 +59,8 @@ class LayerWeights:
     shared_gate_1D: Tensor | None
     router_ED: Tensor | None
     router_bias_E: Tensor | None = None
+    router_logit_bias_E: Tensor | None = None
+    sinks_N: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,13 +126,15 @@ def load_experts(
     ffns = {layer: [names.expert(layer, expert) for expert in ids] for layer, ids in wanted.items()}
     with (source or FromCheckpoint()).open(model_dir, spec, device) as tensors:
         reader = _Reader(tensors, spec, dtype, device, progress or NoProgress())
-        every_name = (name for layer in ffns.values() for ffn in layer for name in (ffn.gate, ffn.up, ffn.down))
+        every_ffn = (ffn for layer in ffns.values() for ffn in layer)
+        every_name = (name for ffn in every_ffn for part in ffn.tensors(biases=spec.expert_bias) for name in part)
         reader.progress.begin("expert weights", tensors.nbytes(every_name))
         experts_of = {
             layer: _expert_layer(reader, spec, tuple(wanted[layer]), ffns[layer])
             for layer in wanted
             if spec.experts.of(layer) is None
         }
+        biases = {layer: place_biases(spec, ffns[layer], reader.empty, reader.into) for layer in wanted}
         reader.read()
         held = _quantised_layers(spec, wanted, device)
 
@@ -150,7 +155,7 @@ def load_experts(
             layer: ExpertWeights(expert_ids=tuple(wanted[layer]), w_gate_up_E2FD=w_in, w_down_EDF=w_down)
             for layer, (_, w_in, w_down) in held.items()
         }
-        return {layer: experts_of[layer] for layer in wanted}
+        return {layer: biases[layer].of(experts_of[layer]) for layer in wanted}
 
 
 def _quantised_layers(
@@ -197,7 +202,10 @@ class _Reader:
 
     def router_bias(self, name: str) -> Tensor:
         """Return a router's bias, not rounded: choices compare by its last bits."""
-        return self.tensor(name, dtype=torch.float32).flatten()
+        return self.exact(name).flatten()
+
+    def exact(self, name: str) -> Tensor:
+        return self.tensor(name, dtype=torch.float32)
 
     def into(self, target: Tensor, name: str) -> Tensor:
         """Have :meth:`read` fill ``target`` with the tensor called ``name``. Returns it."""
@@ -260,6 +268,10 @@ def _dense_layer(reader: _Reader, spec: ModelSpec, layer: int) -> LayerWeights:
         shared_gate_1D=reader.tensor(names.shared_gate(layer)) if shared and spec.shared_gated else None,
         router_ED=reader.router(names.router(layer)) if has_experts else None,
         router_bias_E=reader.router_bias(names.router_bias(layer)) if has_experts and spec.router.bias else None,
+        router_logit_bias_E=reader.exact(names.router_logit_bias(layer))
+        if has_experts and spec.router.logit_bias
+        else None,
+        sinks_N=reader.exact(names.sinks(layer)) if spec.sinks else None,
     )
 
 

@@ -29,18 +29,23 @@ SEEDS = {
     "ernie4_5_moe": 0,
     "exaone_moe": 1,
     "glm4_moe": 0,
+    "gpt_oss": 0,
     "hy_v3": 0,
     "minimax_m2": 0,
     "solar_open": 4,
 }
 APART = {"layout": "disaggregated", "expert_workers": 2, "expert_groups": 1}
 COLOCATED = {"layout": "colocated", "workers": 2}
+SLICED = {"layout": "lockstep", "workers": 2, "expert_slices": 2}
 ELSEWHERE: list[tuple[str, dict[str, Any]]] = [
     ("glm4_moe", APART),
     ("glm4_moe", COLOCATED),
     ("exaone_moe", APART),
     ("minimax_m2", COLOCATED),
     ("ernie4_5_moe", APART),
+    ("gpt_oss", APART),
+    ("gpt_oss", COLOCATED),
+    ("gpt_oss", SLICED),
 ]
 OPTIONS = {"served_model_name": "tiny", "dtype": "float32", "max_model_len": 128, "max_num_batched_tokens": 48}
 

@@ -44,6 +44,39 @@ def test_experts_equal_the_definition(shape: tuple[int, int, int, int, int], dty
     assert_close(invariant.experts(*arguments), layer.expected())
 
 
+def _biased(dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
+    """A layer as gpt-oss's, and the arguments that it takes more."""
+    layer = random_layer(33, 48, 24, 16, 3, dtype=dtype, activation="swiglu_oai", biased=True)
+    return layer, {name: getattr(layer, name) for name in ("activation", "bias_in", "bias_down")}
+
+
+@both_paths
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_experts_with_biases_and_a_clamped_activation(dtype: torch.dtype) -> None:
+    layer, flags = _biased(dtype)
+    found = invariant.experts(layer.x_TD, layer.w_in, layer.w_down, layer.ids_TK, layer.weights_TK, **flags)
+    assert_close(found, layer.expected())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_such_rows_have_the_bits_that_they_have_alone(dtype: torch.dtype) -> None:
+    layer, flags = _biased(dtype)
+    rows, weights = (layer.x_TD, layer.ids_TK, layer.weights_TK), (layer.w_in, layer.w_down)
+    whole = invariant.experts(rows[0], *weights, *rows[1:], **flags)
+    alone = [
+        invariant.experts(x_1D, *weights, ids_1K, weights_1K, **flags)
+        for x_1D, ids_1K, weights_1K in zip(*(part.split(1) for part in rows), strict=True)
+    ]
+    assert torch.equal(torch.cat(alone), whole)
+
+
+def test_experts_that_are_not_gated_are_refused() -> None:
+    layer = random_layer(3, 48, 24, 16, 3, activation="relu")
+    arguments: tuple[Any, ...] = layer.x_TD, layer.w_in, layer.w_down, layer.ids_TK, layer.weights_TK
+    with pytest.raises(ArgumentError, match="activation must be gated, found 'relu'"):
+        invariant.experts(*arguments, activation="relu")
+
+
 @both_paths
 def test_experts_elsewhere_add_nothing() -> None:
     layer = random_layer(9, hidden=32, width=16, experts=4, slots=2)

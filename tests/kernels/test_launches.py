@@ -103,7 +103,8 @@ def test_services_call_what_is_recorded() -> None:
     """The ops that services import, which are those of :data:`testkit.gpu.calls.SERVED`, and of weights that are held
     quantised. Types, and what makes weights with torch alone, launch nothing."""
     launch_nothing = {
-        "ArgumentError", "QuantisedWeight", "Weight", "fold_order", "from_codes", "quantize_experts", "stack_rows",
+        "Activation", "ArgumentError", "QuantisedWeight", "Weight", "fold_order", "from_codes", "quantize_experts",
+        "stack_rows",
     }  # fmt: skip
     found = set()
     for path in (REPOSITORY / "services").rglob("*.py"):

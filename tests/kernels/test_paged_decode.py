@@ -47,10 +47,10 @@ class Case:
         # As the model hands them in: a slice of rows that hold keys too.
         self.q = torch.randn(len(lengths), heads + kv_heads, head_dim, generator=generator).to(dtype)[:, :heads]
 
-    def __call__(self, window: int | None = None) -> Tensor:
-        return paged_decode(self.q, self.k, self.v, self.blocks, self.kv_len, window=window)
+    def __call__(self, window: int | None = None, sinks_N: Tensor | None = None) -> Tensor:
+        return paged_decode(self.q, self.k, self.v, self.blocks, self.kv_len, window=window, sinks_N=sinks_N)
 
-    def expected(self, window: int | None = None) -> Tensor:
+    def expected(self, window: int | None = None, sinks_N: Tensor | None = None) -> Tensor:
         """From the definition, float64."""
         out = torch.zeros(self.q.shape, dtype=torch.float64)
         group = self.q.shape[1] // self.k.shape[2]
@@ -58,7 +58,9 @@ class Case:
             first = 0 if window is None else max(0, len(k) - window)
             for head in range(self.q.shape[1] if len(k) else 0):
                 scores = k[first:, head // group].double() @ self.q[sequence, head].double() * self.q.shape[2] ** -0.5
-                out[sequence, head] = scores.softmax(0) @ v[first:, head // group].double()
+                if sinks_N is not None:
+                    scores = torch.cat([scores, sinks_N[head].double()[None]])
+                out[sequence, head] = scores.softmax(0)[: len(k) - first] @ v[first:, head // group].double()
         return out
 
 
@@ -70,6 +72,17 @@ class Case:
 def test_equals_the_definition(heads: int, kv_heads: int, head_dim: int, block_size: int, window: int | None) -> None:
     case = Case([0, 1, 17, 5], heads=heads, kv_heads=kv_heads, head_dim=head_dim, block_size=block_size)
     assert_close(case(window), case.expected(window))
+
+
+@pytest.mark.parametrize("window", [None, 9, 200])
+@pytest.mark.parametrize("size", [1.0, 300.0], ids=["sinks as large as scores", "sinks that take all, or nothing"])
+def test_sinks_take_their_share_once(size: float, window: int | None) -> None:
+    """Of sequences in one part and in several, and where no sequence is."""
+    case = Case([0, 1, 17, 300, 1030], heads=6, kv_heads=2, most_blocks=80)
+    sinks_N = torch.tensor([-1.0, 1.0, 0.0, 0.5, -0.5, 2.0]) * size
+    assert_close(case(window, sinks_N), case.expected(window, sinks_N))
+    assert_close(case(window, sinks_N.bfloat16()), case.expected(window, sinks_N))
+    assert not torch.equal(case(window, sinks_N), case(window))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -137,6 +150,7 @@ def test_the_worked_example() -> None:
     arguments = torch.zeros(1, 1, 1), torch.ones(1, 2, 1, 1), v, one - 1, one[0] + 1
     assert paged_decode(*arguments, scale=1.0).tolist() == [[[3.0]]]
     assert paged_decode(*arguments, scale=1.0, window=1).tolist() == [[[4.0]]]
+    assert paged_decode(*arguments, scale=1.0, sinks_N=torch.zeros(1)).tolist() == [[[2.0]]]
 
 
 def test_no_rows_no_output() -> None:
@@ -163,14 +177,18 @@ def test_every_length_has_room_in_the_grid(programs: int, most: int) -> None:
         ({"blocks": torch.zeros(2, 1, dtype=torch.int64)}, r"blocks \[S, M\]"),
         ({"kv_len": torch.zeros(1)}, r"kv_len \[S\]"),
         ({"window": 0}, "window must be at least 1"),
+        ({"sinks_N": torch.zeros(3)}, r"sinks must be \[2\]"),
+        ({"sinks_N": torch.zeros(2, dtype=torch.int64)}, r"sinks must be \[2\]"),
+        ({"sinks_N": [0.0, 0.0]}, "sinks"),
         ({"q": torch.zeros(1, 2, 8, requires_grad=True)}, "no backward pass"),
     ],
 )
 def test_bad_arguments(change: dict[str, object], words: str) -> None:
     given = {
         "q": torch.zeros(1, 2, 8), "k": torch.zeros(1, 4, 2, 8), "v": torch.zeros(1, 4, 2, 8),
-        "blocks": torch.zeros(1, 1, dtype=torch.int64), "kv_len": torch.ones(1, dtype=torch.int64), "window": None,
+        "blocks": torch.zeros(1, 1, dtype=torch.int64), "kv_len": torch.ones(1, dtype=torch.int64),
+        "window": None, "sinks_N": None,
     } | change  # fmt: skip
-    window = given.pop("window")
+    options = {name: given.pop(name) for name in ("window", "sinks_N")}
     with pytest.raises(ArgumentError, match=words):
-        paged_decode(*given.values(), window=window)  # type: ignore[arg-type]
+        paged_decode(*given.values(), **options)  # type: ignore[arg-type]

@@ -12,6 +12,7 @@ from bench.attention_case import AttentionCase, Heads, Lengths
 from bench.bank import DTYPES
 from bench.checks.base import Check, kernels, random, references, require, share
 from moe_kernels.paged_attention.op import paged_attention
+from moe_kernels.paged_decode.op import paged_decode
 
 SHAPES: Final = (
     Heads(name="32-4-128", heads=32, kv_heads=4, head_dim=128),
@@ -20,6 +21,7 @@ SHAPES: Final = (
     Heads(name="16-8-256", heads=16, kv_heads=8, head_dim=256),
     Heads(name="24-1-128", heads=24, kv_heads=1, head_dim=128),
 )
+GPT_OSS: Final = Heads(name="64-8-64", heads=64, kv_heads=8, head_dim=64)
 STEPS: Final = {
     "decodes": Lengths(rows=(1,) * 40, kv_len=tuple(range(1, 4000, 100))),
     "one decode": Lengths(rows=(1,), kv_len=(20_000,)),
@@ -53,7 +55,7 @@ def attention_checks() -> list[Check]:
         for option in OPTIONS
     ]
     for dtype in ("bf16", "fp32"):
-        for kind, run in (("graph", check_graph), ("neighbours", check_neighbours)):
+        for kind, run in (("graph", check_graph), ("neighbours", check_neighbours), ("one row", check_decode)):
             found.append(
                 Check(name=f"attention {kind} {dtype}", key=f"attention {kind} {dtype}", run=partial(run, dtype))
             )
@@ -71,6 +73,23 @@ def check_step(shape: Heads, dtype: str, step: str, option: str, device: str) ->
     case.q_TNH, case.k_PBJH, case.v_PBJH = case.q_TNH.float(), case.k_PBJH.float(), case.v_PBJH.float()
     with references():
         return share(found, _run(case, softcap=softcap, sinks_N=sinks_N), DTYPES[dtype])
+
+
+def check_decode(dtype: str, device: str) -> float:
+    """paged_decode of gpt-oss's heads, with sinks, with and without a window."""
+    case = AttentionCase(GPT_OSS, _sized(STEPS["decodes"], device), dtype, device, copies=1)
+    kv_len_S = torch.tensor(case.lengths.kv_len, dtype=torch.int32, device=device)
+    sinks_N = random((GPT_OSS.heads,), torch.float32, device, seed=3)
+    arguments = case.q_TNH, case.k_PBJH, case.v_PBJH
+    worst = 0.0
+    for window in (None, 128):
+        with kernels(device):
+            found = paged_decode(*arguments, case.tables[0], kv_len_S, window=window, sinks_N=sinks_N)
+        with references():
+            q_TNH, k_PBJH, v_PBJH = (part.float() for part in arguments)
+            expected = paged_decode(q_TNH, k_PBJH, v_PBJH, case.tables[0], kv_len_S, window=window, sinks_N=sinks_N)
+            worst = max(worst, share(found, expected, DTYPES[dtype]))
+    return worst
 
 
 def check_graph(dtype: str, device: str) -> float:

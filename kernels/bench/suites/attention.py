@@ -30,6 +30,7 @@ from moe_kernels.paged_decode.op import paged_decode
 SHAPES: Final = (
     Heads(name="qwen3-30b", heads=32, kv_heads=4, head_dim=128),
     Heads(name="olmoe", heads=16, kv_heads=16, head_dim=128),
+    Heads(name="gpt-oss", heads=64, kv_heads=8, head_dim=64),
 )
 BATCHES: Final = (1, 8, 64, 256, 512)
 CONTEXTS: Final = (512, 2048, 8192, 32_768)

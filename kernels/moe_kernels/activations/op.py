@@ -5,6 +5,7 @@ Legend: N rows, F expert width. A gated activation takes ``[N, 2F]``, gate colum
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, get_args
 
 import torch
@@ -19,6 +20,8 @@ Activation = Literal["swiglu", "swiglu_oai", "gelu", "gelu_tanh", "relu", "silu"
 GATED: frozenset[str] = frozenset({"swiglu", "swiglu_oai"})
 SWIGLU_OAI_ALPHA = 1.702
 SWIGLU_OAI_LIMIT = 7.0
+Each = Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
+"""Applies a function to each element."""
 
 
 def gated(activation: str) -> bool:
@@ -32,11 +35,12 @@ def gated(activation: str) -> bool:
     return activation in GATED
 
 
-def activate(h: Tensor, activation: Activation) -> Tensor:
-    """``[N, 2F] -> [N, F]`` if gated, else elementwise. In ``h``'s dtype."""
+def activate(h: Tensor, activation: Activation, each: Each = lambda op, x: op(x)) -> Tensor:
+    """``[N, 2F] -> [N, F]`` if gated, else elementwise. In ``h``'s dtype. ``each`` applies what a gated one is made
+    of."""
     if gated(activation):
         gate, up = h.chunk(2, dim=-1)
-        return F.silu(gate) * up if activation == "swiglu" else _swiglu_oai(gate, up)
+        return each(F.silu, gate) * up if activation == "swiglu" else _swiglu_oai(gate, up, each)
     match activation:
         case "gelu":
             return F.gelu(h)
@@ -49,8 +53,8 @@ def activate(h: Tensor, activation: Activation) -> Tensor:
     return h
 
 
-def _swiglu_oai(gate: Tensor, up: Tensor) -> Tensor:
+def _swiglu_oai(gate: Tensor, up: Tensor, each: Each) -> Tensor:
     """(clamp(up, -7, 7) + 1) x g sigmoid(1.702 g) with g = min(gate, 7). NaN passes through."""
     gate = gate.clamp(max=SWIGLU_OAI_LIMIT)
     up = up.clamp(-SWIGLU_OAI_LIMIT, SWIGLU_OAI_LIMIT)
-    return (up + 1) * gate * torch.sigmoid(SWIGLU_OAI_ALPHA * gate)
+    return (up + 1) * gate * each(torch.sigmoid, SWIGLU_OAI_ALPHA * gate)

@@ -12,6 +12,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from moe_kernels.activations.op import Activation
 from moe_kernels.combine.kernel import launch as combine
 from moe_kernels.experts.kernel import aligned_rows
 from moe_kernels.grouped_gemm import launch as gemm
@@ -33,15 +34,23 @@ def linear(x_TI: Tensor, w_OI: Tensor, bias_O: Tensor | None) -> Tensor:
 
 
 def experts(
-    x_TD: Tensor, w_in_E2FD: Tensor, w_down_EDF: Tensor, ids_TK: Tensor, weights_TK: Tensor, local_E: Tensor | None
+    x_TD: Tensor,
+    w_in_E2FD: Tensor,
+    w_down_EDF: Tensor,
+    ids_TK: Tensor,
+    weights_TK: Tensor,
+    local_E: Tensor | None,
+    activation: Activation,
+    bias_in_E2F: Tensor | None,
+    bias_down_ED: Tensor | None,
 ) -> Tensor:
     """Plan, two grouped products, combine. Rows of h and out that no expert takes are neither written nor read."""
     groups = plan(ids_TK, len(w_down_EDF), block_rows=BLOCK_ROWS, local_E=local_E)
     h_SF = gemm.launch(
-        aligned_rows(x_TD), w_in_E2FD, groups, "token", False, "swiglu", None, None, False, TILES[x_TD.element_size()],
-        clear=False,
+        aligned_rows(x_TD), w_in_E2FD, groups, "token", False, activation, bias_in_E2F, None, False,
+        TILES[x_TD.element_size()], clear=False,
     )  # fmt: skip
-    out_SD = _product(h_SF, w_down_EDF, groups)
+    out_SD = _product(h_SF, w_down_EDF, groups, bias_down_ED)
     return combine(out_SD, groups.place_S.view(ids_TK.shape), weights_TK.contiguous())
 
 

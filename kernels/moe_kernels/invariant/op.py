@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_kernels import backend
+from moe_kernels.activations.op import Activation, gated
 from moe_kernels.arguments import FLOATS, check_like, check_no_gradient, describe, require, require_tensors
 from moe_kernels.expert_arguments import check_choice, check_experts
 from moe_kernels.invariant import reference
@@ -62,8 +63,12 @@ def experts(
     weights_TK: Tensor,
     *,
     local_E: Tensor | None = None,
+    activation: Activation = "swiglu",
+    bias_in: Tensor | None = None,
+    bias_down: Tensor | None = None,
 ) -> Tensor:
-    """:func:`moe_kernels.fused_moe` with "swiglu"; row t depends on its own x, ids and weights alone, to the bit.
+    """:func:`moe_kernels.fused_moe` with a gated activation; row t depends on its own x, ids and weights alone, to the
+    bit.
 
     With ids of one slot, and weights of 1, a pair's result is what it adds to the sum over all slots: outputs that are
     computed apart, weighted and added in slot order have the bits of those computed at once.
@@ -71,7 +76,7 @@ def experts(
     Args:
         x_TD: float32, bfloat16 or float16. T may be 0.
         w_in_E2FD: gate rows, then up rows. In x's dtype and contiguous, as ``w_down_EDF``.
-        ids_TK, weights_TK, local_E: as for ``fused_moe``.
+        ids_TK, weights_TK, local_E, activation, bias_in, bias_down: as for ``fused_moe``.
 
     Returns:
         ``y_TD`` in x's dtype.
@@ -81,14 +86,18 @@ def experts(
 
     Example: see ``fused_moe``.
     """
-    check_experts(x_TD, w_in_E2FD, w_down_EDF, "swiglu", None, None)
+    require(gated(activation), f"activation must be gated, found {activation!r}")
+    check_experts(x_TD, w_in_E2FD, w_down_EDF, activation, bias_in, bias_down)
     check_choice(x_TD, w_down_EDF.shape[0], ids_TK, weights_TK, "output", None, local_E, None)
-    check_no_gradient("experts", _INSTEAD, x=x_TD, w_in=w_in_E2FD, w_down=w_down_EDF, weights=weights_TK)
+    biases = {"bias_in": bias_in, "bias_down": bias_down}
+    check_no_gradient("experts", _INSTEAD, x=x_TD, w_in=w_in_E2FD, w_down=w_down_EDF, weights=weights_TK, **biases)
     if not ids_TK.numel():
         return torch.zeros_like(x_TD)
     if not backend.use_triton(x_TD):
-        return reference.experts(x_TD, w_in_E2FD, w_down_EDF, ids_TK, weights_TK, local_E)
+        return reference.experts(
+            x_TD, w_in_E2FD, w_down_EDF, ids_TK, weights_TK, local_E, activation, bias_in, bias_down
+        )
     from moe_kernels.invariant import launch
 
     with backend.device_of(x_TD):
-        return launch.experts(x_TD, w_in_E2FD, w_down_EDF, ids_TK, weights_TK, local_E)
+        return launch.experts(x_TD, w_in_E2FD, w_down_EDF, ids_TK, weights_TK, local_E, activation, bias_in, bias_down)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from moe_kernels.activations.op import Activation, activate
 from moe_kernels.experts.reference import combine_pairs, group_by_expert
 from moe_kernels.plan.op import local_ids
 
@@ -35,15 +36,23 @@ def linear(x_TI: Tensor, w_OI: Tensor, bias_O: Tensor | None) -> Tensor:
 
 
 def experts(
-    x_TD: Tensor, w_in_E2FD: Tensor, w_down_EDF: Tensor, ids_TK: Tensor, weights_TK: Tensor, local_E: Tensor | None
+    x_TD: Tensor,
+    w_in_E2FD: Tensor,
+    w_down_EDF: Tensor,
+    ids_TK: Tensor,
+    weights_TK: Tensor,
+    local_E: Tensor | None,
+    activation: Activation,
+    bias_in_E2F: Tensor | None,
+    bias_down_ED: Tensor | None,
 ) -> Tensor:
     """:func:`moe_kernels.invariant.op.experts`, its arguments checked; at least one pair."""
     count, slots = len(w_down_EDF), ids_TK.shape[1]
     order_N, ends_E = group_by_expert(local_ids(ids_TK, count, None, local_E).flatten(), count)
     place_N, expert_B = _blocks(ends_E)
     source_P = order_N.new_zeros(ROWS * len(expert_B)).index_copy_(0, place_N, order_N // slots)
-    gate_PF, up_PF = _products(x_TD[source_P], w_in_E2FD, expert_B).chunk(2, dim=1)
-    out_PD = _products(in_whole_vectors(F.silu, gate_PF).mul_(up_PF), w_down_EDF, expert_B)
+    h_PF = activate(_products(x_TD[source_P], w_in_E2FD, bias_in_E2F, expert_B), activation, in_whole_vectors)
+    out_PD = _products(h_PF, w_down_EDF, bias_down_ED, expert_B)
     return combine_pairs(out_PD[place_N], order_N, weights_TK).to(x_TD.dtype)
 
 
@@ -80,8 +89,10 @@ def _blocks(ends_E: Tensor) -> tuple[Tensor, list[int]]:
     return place_N, torch.repeat_interleave(blocks_E).tolist()
 
 
-def _products(x_PI: Tensor, w_EOI: Tensor, expert_B: list[int]) -> Tensor:
+def _products(x_PI: Tensor, w_EOI: Tensor, bias_EO: Tensor | None, expert_B: list[int]) -> Tensor:
     out_PO, x_PI, w_EOI = x_PI.new_empty(len(x_PI), w_EOI.shape[1]), whole_columns(x_PI), whole_columns(w_EOI)
     for x_RI, out_RO, expert in zip(torch.split(x_PI, ROWS), torch.split(out_PO, ROWS), expert_B, strict=True):
         torch.mm(x_RI, w_EOI[expert].t(), out=out_RO)
+        if bias_EO is not None:
+            out_RO += bias_EO[expert]
     return out_PO

@@ -18,11 +18,11 @@ from moe_kernels.arguments import (
     check_device,
     check_like,
     check_no_gradient,
+    check_sinks,
     describe,
     is_integer,
     require,
     require_kind,
-    require_optional_tensors,
     require_tensors,
 )
 from moe_kernels.paged_attention.work import Work
@@ -100,18 +100,14 @@ def _check(
     q_TNH: Tensor, k_PBJH: Tensor, v_PBJH: Tensor, blocks_SM: Tensor, work: Work, sinks_N: Tensor | None
 ) -> None:
     require_tensors(q=q_TNH, k=k_PBJH, v=v_PBJH, blocks=blocks_SM)
-    require_optional_tensors(sinks=sinks_N)
     require_kind(isinstance(work, Work), "work must be a Work", work)
     require(q_TNH.dim() == 3 and q_TNH.dtype in FLOATS, f"q must be [T, N, H] in {FLOATS}, found {describe(q_TNH)}")
-    _, heads, head_dim = q_TNH.shape
+    head_dim = q_TNH.shape[2]
     check_count("the size of q's heads", head_dim, 1, 256)
     require(q_TNH.stride(2) == 1 or head_dim == 1, f"q must have unit stride along the head, found {describe(q_TNH)}")
     _check_cache(q_TNH, k_PBJH, v_PBJH)
     _check_work(q_TNH, k_PBJH, blocks_SM, work)
-    if sinks_N is not None:
-        fits = sinks_N.shape == (heads,) and sinks_N.dtype in FLOATS
-        require(fits, f"sinks must be [{heads}] in {FLOATS}, found {describe(sinks_N)}")
-        check_device(sinks_N, q_TNH, "sinks", "q")
+    check_sinks(sinks_N, q_TNH)
 
 
 def _check_cache(q_TNH: Tensor, k_PBJH: Tensor, v_PBJH: Tensor) -> None:

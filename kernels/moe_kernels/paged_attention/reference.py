@@ -37,7 +37,7 @@ def launch(
         if softcap is not None:
             scores_RJGL = softcap * torch.tanh(scores_RJGL / softcap)
         scores_RJGL.masked_fill_(~seen_RL[:, None, None], -torch.inf)
-        shares_RJGL = _shares(scores_RJGL, sinks_N)
+        shares_RJGL = shares(scores_RJGL, sinks_N)
         out_RJGH = torch.einsum("rjgl,ljh->rjgh", shares_RJGL, v_LJH)
         out_TNH[row : row + rows] = out_RJGH.flatten(1, 2).to(q_TNH.dtype)
     return out_TNH
@@ -66,7 +66,7 @@ def _in_tree(words_R: Tensor, place_L: Tensor) -> Tensor:
     return ancestor_RL | ((node_RL < 0) & (place_L >= first_R1))
 
 
-def _shares(scores_RJGL: Tensor, sinks_N: Tensor | None) -> Tensor:
+def shares(scores_RJGL: Tensor, sinks_N: Tensor | None) -> Tensor:
     """The softmax over the positions, of which a sink, that has no value, takes its share."""
     if sinks_N is None:
         return scores_RJGL.softmax(dim=-1)

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_kernels import backend
+from moe_kernels.paged_attention.kernel import LOG2_E
 
 SHORTEST = tl.constexpr(128)
 """Positions of a part, at least: less does not pay for its sum."""
@@ -37,12 +38,13 @@ def part_length(visible, wanted, parts):
 
 @triton.jit(do_not_specialize=["window", "wanted", "stride_m"])
 def paged_decode_kernel(
-    q, k, v, blocks_SM, kv_len_S, out, sums, logs, scale, window, wanted, stride_s, stride_n, stride_m, J,
+    q, k, v, blocks_SM, kv_len_S, sinks, out, sums, logs, scale, window, wanted, stride_s, stride_n, stride_m, J,
     G: tl.constexpr, H: tl.constexpr, B: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_H: tl.constexpr,
-    BLOCK_L: tl.constexpr, DTYPE: tl.constexpr,
+    BLOCK_L: tl.constexpr, SINKS: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """One part (axis 2) of what the queries of a key head (axis 1) of a sequence (axis 0) see, by online softmax
-    (Milakov and Gimelshein 2018) in base 2. A sequence of one part goes to ``out``; of several, each part's mean of the
+    (Milakov and Gimelshein 2018) in base 2. A sink weighs in the first part as a position without a value does, so that
+    it is there once. A sequence of one part goes to ``out``; of several, each part's mean of the
     values goes to ``sums`` [S, N, parts, H] and the logarithm of its weight to ``logs`` [S, N, parts].
 
     Example: 300 positions, wanted 2: parts of 150, positions 0..149 and 150..299; wanted 8: 128, 128 and 44.
@@ -62,6 +64,10 @@ def paged_decode_kernel(
         q_GH = tl.load(q_at, mask=asked, other=0.0).to(DTYPE)
         top_G = tl.full((BLOCK_G,), float("-inf"), tl.float32)
         total_G = tl.zeros((BLOCK_G,), tl.float32)
+        if SINKS:
+            if part == 0:
+                top_G = tl.load(sinks + head * G + queries, mask=queries < G, other=0.0).to(tl.float32) * LOG2_E
+                total_G += 1.0
         sum_GH = tl.zeros((BLOCK_G, BLOCK_H), tl.float32)
         for at in range(start, end, BLOCK_L):
             position = at + tl.arange(0, BLOCK_L)
@@ -123,7 +129,14 @@ def sum_parts_kernel(
 
 
 def launch(
-    q_SNH: Tensor, k_PBJH: Tensor, v_PBJH: Tensor, blocks_SM: Tensor, kv_len_S: Tensor, scale: float, window: int
+    q_SNH: Tensor,
+    k_PBJH: Tensor,
+    v_PBJH: Tensor,
+    blocks_SM: Tensor,
+    kv_len_S: Tensor,
+    sinks_N: Tensor | None,
+    scale: float,
+    window: int,
 ) -> Tensor:
     sequences, heads, head_dim = q_SNH.shape
     _, block_size, kv_heads, _ = k_PBJH.shape
@@ -135,9 +148,10 @@ def launch(
     sums = torch.empty(*shape, head_dim, dtype=torch.float32, device=q_SNH.device)
     logs = torch.empty(shape, dtype=torch.float32, device=q_SNH.device)
     block_h = max(16, triton.next_power_of_2(head_dim))
+    sinks = q_SNH if sinks_N is None else sinks_N.contiguous()
     paged_decode_kernel[(sequences, kv_heads, parts)](
-        q_SNH, k_PBJH, v_PBJH, blocks_SM, kv_len_S, out_SNH, sums, logs, scale * math.log2(math.e), window, wanted,
-        q_SNH.stride(0), q_SNH.stride(1), blocks_SM.shape[1], kv_heads,
+        q_SNH, k_PBJH, v_PBJH, blocks_SM, kv_len_S, sinks, out_SNH, sums, logs, scale * math.log2(math.e), window,
+        wanted, q_SNH.stride(0), q_SNH.stride(1), blocks_SM.shape[1], kv_heads, SINKS=sinks_N is not None,
         G=heads // kv_heads, H=head_dim, B=block_size, BLOCK_G=max(16, triton.next_power_of_2(heads // kv_heads)),
         BLOCK_H=block_h, DTYPE=_dtype(q_SNH.dtype), **tiles_for(block_h, q_SNH.element_size()),
     )  # fmt: skip

@@ -14,6 +14,7 @@ from moe_kernels.arguments import (
     check_count,
     check_device,
     check_no_gradient,
+    check_sinks,
     describe,
     require,
     require_tensors,
@@ -34,9 +35,11 @@ def paged_decode(
     *,
     scale: float | None = None,
     window: int | None = None,
+    sinks_N: Tensor | None = None,
 ) -> Tensor:
     """out[s, n] = sum over p of softmax_p(scale x q[s, n] . k[p, n // G]) v[p, n // G], p < kv_len[s].
 
+    With a sink the softmax has one more logit, ``sinks[n]``, which takes its share and has no value.
     Position p of sequence s lies in the cache at block ``blocks[s, p // B]``, place ``p % B``; nothing else is read.
     Sums and the softmax are float32; keys and values are taken, and weights rounded, to ``q``'s dtype. Long sequences
     are cut into parts that are computed side by side and then summed (flash-decoding). How many programs run depends
@@ -49,6 +52,7 @@ def paged_decode(
         kv_len_S: int32 or int64, at most M x B. 0: the row comes out as 0 and nothing is read for it.
         scale: 1 / sqrt(H) if None.
         window: a row sees the last ``window`` positions, its own included.
+        sinks_N: float32, bfloat16 or float16: one more logit for each query head.
 
     Returns:
         ``[S, N, H]`` in ``q``'s dtype, contiguous.
@@ -57,10 +61,11 @@ def paged_decode(
         ArgumentError: a shape, dtype or device does not fit; or a gradient is asked for, which this op does not have.
 
     Example: H = 1, scale 1, q = [[[0]]], two positions with v = 2 and 4, kv_len 2: both weigh 1/2, out = [[[3]]]; with
-    window 1, out = [[[4]]].
+    window 1, out = [[[4]]]; with a sink of 0 and no window, each of three weighs 1/3, out = [[[2]]].
     """
     _check(q_SNH, k_PBJH, v_PBJH, blocks_SM, kv_len_S)
-    check_no_gradient("paged_decode", _INSTEAD, q=q_SNH, k=k_PBJH, v=v_PBJH)
+    check_sinks(sinks_N, q_SNH)
+    check_no_gradient("paged_decode", _INSTEAD, q=q_SNH, k=k_PBJH, v=v_PBJH, sinks=sinks_N)
     if window is not None:
         check_count("window", window, 1)
     scale = q_SNH.shape[2] ** -0.5 if scale is None else scale
@@ -70,7 +75,7 @@ def paged_decode(
     else:
         from moe_kernels.paged_decode.reference import launch
     with backend.device_of(q_SNH):
-        return launch(q_SNH, k_PBJH, v_PBJH, blocks_SM, kv_len_S, scale, seen)
+        return launch(q_SNH, k_PBJH, v_PBJH, blocks_SM, kv_len_S, sinks_N, scale, seen)
 
 
 def _check(q_SNH: Tensor, k_PBJH: Tensor, v_PBJH: Tensor, blocks_SM: Tensor, kv_len_S: Tensor) -> None:

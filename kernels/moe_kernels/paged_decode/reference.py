@@ -8,9 +8,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moe_kernels.paged_attention.reference import shares
+
 
 def launch(
-    q_SNH: Tensor, k_PBJH: Tensor, v_PBJH: Tensor, blocks_SM: Tensor, kv_len_S: Tensor, scale: float, window: int
+    q_SNH: Tensor,
+    k_PBJH: Tensor,
+    v_PBJH: Tensor,
+    blocks_SM: Tensor,
+    kv_len_S: Tensor,
+    sinks_N: Tensor | None,
+    scale: float,
+    window: int,
 ) -> Tensor:
     sequences, heads, head_dim = q_SNH.shape
     _, size, kv_heads, _ = k_PBJH.shape
@@ -22,7 +31,7 @@ def launch(
     q_SJGH = q_SNH.reshape(sequences, kv_heads, heads // kv_heads, head_dim).float()
     scores_SJGL = torch.einsum("sjgh,sljh->sjgl", q_SJGH, k_SLJH) * scale
     scores_SJGL.masked_fill_(~seen_SL[:, None, None], -torch.inf)
-    shares_SJGL = scores_SJGL.softmax(dim=-1).masked_fill(~seen_SL[:, None, None], 0)
+    shares_SJGL = shares(scores_SJGL, sinks_N).masked_fill(~seen_SL[:, None, None], 0)
     out_SJGH = torch.einsum("sjgl,sljh->sjgh", shares_SJGL, v_SLJH)
     return out_SJGH.reshape(q_SNH.shape).to(q_SNH.dtype)
 

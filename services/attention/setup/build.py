@@ -234,5 +234,7 @@ def _local_link(served: ServedModel, progress: Progress) -> LocalLink:
     experts = load_experts(
         served.folder, spec, dtype=served.dtype, device=served.device, progress=progress, source=served.weights
     )
-    shard = ExpertShard(experts, num_experts=spec.num_experts, products=served.products)
+    shard = ExpertShard(
+        experts, num_experts=spec.num_experts, products=served.products, activation=spec.expert_activation
+    )
     return LocalLink(shard.by_layer(), num_experts=spec.num_experts)

@@ -25,6 +25,7 @@ from services.model.quantised.fp8 import Fp8Block
 from services.model.quantised.gptq import Gptq
 from services.model.quantised.mxfp4 import COLUMNS, Mxfp4
 from services.model.quantised.stored import WORD_BITS, LinearFormat, Shape
+from services.model.together import Together
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where in a word the code of each of eight rows is."""
@@ -33,6 +34,8 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 def scaled(scheme: LinearFormat, parts: Parts, shape: Shape) -> Scaled:
     """Raises CheckpointError."""
+    if isinstance(scheme, Together):
+        return _together(parts, shape)
     if isinstance(scheme, Fp8Block):
         return _fp8(scheme, parts, shape)
     if isinstance(scheme, Compressed):
@@ -43,6 +46,14 @@ def scaled(scheme: LinearFormat, parts: Parts, shape: Shape) -> Scaled:
         return _awq(scheme, parts, shape)
     assert isinstance(scheme, Mxfp4), scheme
     return _mxfp4(parts, shape)
+
+
+def _together(parts: Parts, shape: Shape) -> Scaled:
+    """Numbers, of a weight transposed; a bias is a row."""
+    values_NK = parts["codes"].tensor
+    one = torch.ones(1, 1).expand(shape[0], 1)
+    group_K = equal_groups(shape[1], shape[1])
+    return Scaled(codes_NK=values_NK.t() if values_NK.dim() == 2 else values_NK[None], scales_NG=one, group_K=group_K)
 
 
 def _fp8(scheme: Fp8Block, parts: Parts, shape: Shape) -> Scaled:

@@ -120,13 +120,15 @@ def router(experts: int, top_k: int, rows: int = 64, *, keep: bool = False, bias
 
 def decode(
     dtype: str, heads: int, kv_heads: int, size: int, *, sequences: int = 32, block: int = 16, length: int = 8192,
-    window: int | None = None,
+    window: int | None = None, sinks: bool = False,
 ) -> None:  # fmt: skip
     kind = DTYPES[dtype]
+    sinks_N = empty(heads) if sinks else None
     cache = [empty(4096, block, kv_heads, size, dtype=kind) for _ in "kv"]
     blocks_SM = empty(sequences, -(-length // block), dtype=torch.int32)
     kv_len_S = empty(sequences, dtype=torch.int32)
-    paged_decode(empty(sequences, heads, size, dtype=kind), *cache, blocks_SM, kv_len_S, window=window)
+    q_SNH = empty(sequences, heads, size, dtype=kind)
+    paged_decode(q_SNH, *cache, blocks_SM, kv_len_S, window=window, sinks_N=sinks_N)
 
 
 def attention(
@@ -155,13 +157,22 @@ def attention(
     )  # fmt: skip
 
 
-def invariant_experts(dtype: str, *, shape: dict[str, int] = TUNED, local: bool = False) -> None:
+def invariant_experts(
+    dtype: str,
+    *,
+    shape: dict[str, int] = TUNED,
+    local: bool = False,
+    bias: bool = False,
+    activation: Activation = "swiglu",
+) -> None:
     """moe_kernels.invariant.op.experts, whose launches do not depend on the rows."""
     E, D, F, K = (shape[name] for name in "EDFK")
     kind, rows = DTYPES[dtype], 300
     invariant.experts(
         empty(rows, D, dtype=kind), empty(E, 2 * F, D, dtype=kind), empty(E, D, F, dtype=kind),
         empty(rows, K, dtype=torch.int64), empty(rows, K), local_E=empty(2 * E, dtype=torch.int32) if local else None,
+        activation=activation, bias_in=empty(E, 2 * F, dtype=kind) if bias else None,
+        bias_down=empty(E, D, dtype=kind) if bias else None,
     )  # fmt: skip
 
 
@@ -343,6 +354,9 @@ MORE: Calls = {
     "invariant-experts-bf16-local": partial(invariant_experts, "bf16", local=True),
     "invariant-experts-bf16-wide": partial(invariant_experts, "bf16", shape=WIDE),
     "invariant-experts-bf16-odd": partial(invariant_experts, "bf16", shape=ODD),
+    "invariant-experts-bf16-gpt-oss": partial(
+        invariant_experts, "bf16", shape=GPT_OSS, bias=True, activation="swiglu_oai"
+    ),
     "invariant-linear-bf16-odd": partial(invariant_linear, "bf16", 100, 36, bias=True),
     **_attention("bf16", 16, 16, 128, "-uniform", uniform=True),
     **_attention("bf16", 71, 1, 64, "-uniform", uniform=True),
@@ -357,6 +371,8 @@ MORE: Calls = {
     **_decode("bf16", 16, 4, 96, window=4096),
     **_decode("bf16", 32, 4, 128, "-blocks-of-5", block=5),
     **_decode("bf16", 32, 1, 256),
+    **_decode("bf16", 64, 8, 64, "-sinks", sinks=True, window=128),
+    **_decode("fp32", 64, 8, 64, "-sinks", sinks=True),
     **_decode("fp32", 32, 1, 256),
     **_exchange("fp16", 64),
     **_exchange("bf16", 512, members=8),

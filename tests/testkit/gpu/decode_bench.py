@@ -50,7 +50,8 @@ def load(folder: Path, device: torch.device, dtype: torch.dtype, products: Produ
     spec = load_spec(folder)
     experts = load_experts(folder, spec, dtype=dtype, device=device)
     dense = DenseModel(spec, load_dense(folder, spec, dtype=dtype, device=device), products)
-    return Parts(dense, ExpertShard(experts, num_experts=spec.num_experts, products=products))
+    shard = ExpertShard(experts, num_experts=spec.num_experts, products=products, activation=spec.expert_activation)
+    return Parts(dense, shard)
 
 
 def qwen3_30b(layers: int) -> ModelSpec:

@@ -76,6 +76,21 @@ FAMILIES: dict[str, dict[str, Any]] = {
     | {"num_experts": 8, "sliding_window": 21, "layer_types": ["sliding_attention", "full_attention"]},
     "hy_v3": _ROUTED_BY_SIGMOID | {"num_experts": 8, "router_scaling_factor": 1.5},
     "ernie4_5_moe": _ROUTED_BY_SIGMOID | {"moe_num_experts": 8, "moe_k": 2},
+    "gpt_oss": _COMMON
+    | {
+        "head_dim": 24,
+        "intermediate_size": 36,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "sliding_window": 21,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 500.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 128,
+            "truncate": False,
+        },
+    },
 }
 
 
@@ -100,7 +115,7 @@ def _random_weight(name: str, parameter: torch.Tensor) -> torch.Tensor:
     scale = parameter.shape[-1] ** -0.5
     if "lm_head" in name:
         return noise * scale * 8
-    if name.endswith("gate.weight"):  # the router
+    if name.endswith(("gate.weight", "router.weight")):
         return noise * scale * 6
     return noise if "embed" in name else noise * scale
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from testkit.models.quantisers import Format
 
-ROUTERS = (".gate.weight", ".shared_expert_gate.weight")
+ROUTERS = (".gate.weight", ".router.weight", ".shared_expert_gate.weight")
 WEIGHTS = "model.safetensors"
 
 

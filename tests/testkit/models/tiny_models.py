@@ -107,6 +107,22 @@ ERNIE: dict[str, Any] = {
     "moe_intermediate_size": 18,
     "moe_num_shared_experts": 2,
 }
+GPT_OSS: dict[str, Any] = {
+    "model_type": "gpt_oss",
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "intermediate_size": 18,
+    "head_dim": 24,
+    "num_hidden_layers": 4,
+    "sliding_window": 9,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 500.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "truncate": False,
+    },
+}
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 500.0,
@@ -164,6 +180,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "ernie-mixed-layers": ERNIE
     | {"num_hidden_layers": 5, "moe_layer_interval": 2, "moe_layer_end_index": 3, "tie_word_embeddings": False},
     "ernie-one-kv-head": ERNIE | {"head_dim": 24, "num_key_value_heads": 1, "moe_num_shared_experts": 0},
+    "gpt-oss": GPT_OSS,
+    "gpt-oss-unbiased": GPT_OSS | {"attention_bias": False, "tie_word_embeddings": True, "num_key_value_heads": 4},
+    "gpt-oss-layers": GPT_OSS
+    | {
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+        "num_key_value_heads": 1,
+        "hidden_size": 36,
+        "sliding_window": 2,
+    },
+    "gpt-oss-defaults": {key: value for key, value in GPT_OSS.items() if key not in ("rope_parameters", "head_dim")},
     "olmoe-dynamic": OLMOE | {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1000.0}},
 }
 
@@ -229,7 +255,12 @@ class ServingPath:
         self.device = device
         self.model = DenseModel(self.spec, load_dense(folder, self.spec, dtype=dtype, device=device), products)
         experts = load_experts(folder, self.spec, dtype=dtype, device=device)
-        shard = ExpertShard(experts, num_experts=self.spec.num_experts, products=products)
+        shard = ExpertShard(
+            experts,
+            num_experts=self.spec.num_experts,
+            products=products,
+            activation=self.spec.expert_activation,
+        )
         self.link = LocalLink(shard.by_layer(), num_experts=self.spec.num_experts)
         self.cache = PagedCache(self.spec, blocks=blocks, block_size=block_size, dtype=dtype, device=device)
         self._free = torch.randperm(blocks, generator=torch.Generator().manual_seed(0)).tolist()

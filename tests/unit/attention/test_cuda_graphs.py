@@ -208,8 +208,8 @@ def test_a_window(tiny: Any, make_engine: MakeEngine, tmp_path: Path) -> None:
     assert graphs.stats().graph_steps == graphs.stats().steps > 0
 
 
-@pytest.mark.parametrize("name", ["glm4-groups", "exaone", "ernie"])
-def test_routers_with_a_bias_and_other_rotations(name: str, make_engine: MakeEngine, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["glm4-groups", "exaone", "ernie", "gpt-oss"])
+def test_routers_with_a_bias_other_rotations_and_sinks(name: str, make_engine: MakeEngine, tmp_path: Path) -> None:
     save_model(tmp_path, CONFIGS[name])
     parts = load(tmp_path, torch.device("cpu"), torch.float32)
     eager, graphs = (make_engine(model=parts.model, link=parts.link(), capture=capture) for capture in (None, record))

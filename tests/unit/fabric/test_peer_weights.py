@@ -53,11 +53,13 @@ class Model:
         return with_weights(load_spec(self.folder), self.folder, self.expert_format)
 
 
-@pytest.fixture(scope="module", params=["float32", "dequantised", "stored int8", "act-order", "rounded to int8"])
+@pytest.fixture(
+    scope="module", params=["float32", "dequantised", "stored int8", "act-order", "rounded to int8", "biased"]
+)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
     """What is sent, and what digests are of, are the weights as they are held."""
-    plain = save_checkpoint(tmp_path_factory.mktemp("model"), "qwen3_moe")
-    if request.param == "float32":
+    plain = save_checkpoint(tmp_path_factory.mktemp("model"), "gpt_oss" if request.param == "biased" else "qwen3_moe")
+    if request.param in ("float32", "biased"):
         return Model(plain)
     if request.param == "rounded to int8":
         return Model(plain, "int8", " --expert-format int8")
@@ -174,6 +176,19 @@ def test_where_the_checkpoint_has_no_digests_nobody_is_asked(
     assert f"`expertmesh digests FOLDER{model.option}` writes the file" in caplog.text
     assert not worker.source._reception._threads
     assert worker.loader.faults.totals() == {}
+
+
+@pytest.mark.parametrize("name", ["bias_gate_up_E2F", "bias_down_ED"])
+def test_a_bias_that_a_peer_changed_is_found(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    monkeypatch.setattr(serving, "lanes_for", lambda *_: lanes_of("gloo", required=False))
+    biased = Model(save_checkpoint(tmp_path / "model", "gpt_oss"))
+    write_digests(biased.folder)
+    worker = Joining(biased, tmp_path, one_bit(1, name, 7, 3))
+    request.addfinalizer(worker.close)
+    assert worker.holds_the_checkpoint()
+    assert worker.loader.faults.totals() == {"weights_mismatch": 1}
 
 
 def test_a_peer_that_lives_and_gives_nothing_is_left(served: Serve, monkeypatch: pytest.MonkeyPatch) -> None:

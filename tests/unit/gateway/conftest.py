@@ -27,6 +27,7 @@ from services.gateway.chat_template import ChatTemplate
 from services.gateway.connections import Bounds, Connections
 from services.gateway.exposition import Siblings
 from services.gateway.guard import Guard, Rooms
+from services.gateway.harmony import marks_of
 from services.gateway.health import Readiness
 from services.gateway.intake import Intake
 from services.gateway.offload import Offload
@@ -232,7 +233,7 @@ async def start(codec: TextCodec) -> AsyncIterator[Start]:
     async with AsyncExitStack() as stack:
 
         async def begin(**options: Any) -> Harness:
-            return await stack.enter_async_context(_running(codec, **options))
+            return await stack.enter_async_context(_running(options.pop("codec", codec), **options))
 
         yield begin
 
@@ -266,6 +267,7 @@ async def _running(
     ttft_s: float = 2.0,
     tracer: Tracer | None = None,
     switch: Switch | None = None,
+    family: str = "",
 ) -> AsyncIterator[Harness]:
     registry = CollectorRegistry()
     metrics, queue = GatewayMetrics(registry), queue or ScriptedQueue()
@@ -287,6 +289,7 @@ async def _running(
         codec=codec,
         template=None if template is None else ChatTemplate(template, codec.special),
         created=1,
+        marks=marks_of(family, codec),
     )
     prompts = PromptReader(model, lambda: follower.workers, offload)
     intake = Intake(

@@ -160,7 +160,7 @@ def test_what_changes_nothing_is_taken_wherever_it_stands():
             "messages.0.tool_calls.0.function.arguments",
         ),
         ([{"role": "assistant", "function_call": {"name": "f"}}], "messages.0.function_call"),
-        ([{"role": "assistant", "reasoning_content": "so"}], "messages.0.reasoning_content"),
+        ([{"role": "assistant", "thinking": "so"}], "messages.0.thinking"),
         ([{"role": "user"}, {"role": "user", "odd": 1}], "messages.1.odd"),
         ([{"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "text"}]}], "messages.0.content.1.text"),
         ([{"role": "user", "content": [{"type": "text", "text": "x", "odd": 1}]}], "messages.0.content.0.odd"),

@@ -25,6 +25,7 @@ FAMILIES = (
     "glm4-groups",
     "ernie",
     "exaone",
+    "gpt-oss",
 )
 LENGTH, BLOCK = 83, 4
 CHUNKS = (1, 1, 1, 2, 3, 5, 8, 16, 17, 31, 40)

@@ -45,6 +45,8 @@ def logits_of(folder: Path, path: backend.Path, monkeypatch: pytest.MonkeyPatch)
         "minimax",
         "exaone",
         "ernie",
+        "gpt-oss",
+        "gpt-oss-layers",
     ],
 )
 def test_logits_are_those_of_plain_torch(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from testkit.models.tiny_models import (
     ERNIE,
     EXAONE,
     GLM4,
+    GPT_OSS,
     HUNYUAN3,
     MINIMAX,
     OLMOE,
@@ -46,7 +47,7 @@ def spec_of(folder: Path, config: dict[str, Any], change: dict[str, Any] | None 
 
 
 def test_defaults_are_those_of_the_family(tmp_path: Path) -> None:
-    few: dict[str, Any] = dict.fromkeys((*GLM4, *MINIMAX, *DOTS1, *EXAONE, *HUNYUAN3, *ERNIE))
+    few: dict[str, Any] = dict.fromkeys((*GLM4, *MINIMAX, *DOTS1, *EXAONE, *HUNYUAN3, *ERNIE, *GPT_OSS))
     few |= {"num_key_value_heads": None, "intermediate_size": 48}
     glm4 = spec_of(tmp_path, {}, few | {"model_type": "glm4_moe", "num_hidden_layers": 3})
     assert glm4.router == RouterSpec(score="sigmoid", renormalise=True, bias=True, group_score="top2_sum")
@@ -69,6 +70,13 @@ def test_defaults_are_those_of_the_family(tmp_path: Path) -> None:
     ernie = spec_of(tmp_path, {}, few | {"model_type": "ernie4_5_moe", "num_hidden_layers": 3})
     assert (ernie.num_experts, ernie.top_k, ernie.shared_ffn, ernie.tie_embeddings) == (64, 6, 3072, True)
     assert (ernie.router.score, ernie.rope.interleaved, ernie.moe_layers) == ("softmax", True, (1, 2))
+    oss = spec_of(tmp_path, {}, few | {"model_type": "gpt_oss", "num_hidden_layers": 3})
+    assert [layer.window for layer in oss.layers] == [128, None, 128]
+    assert oss.router == RouterSpec(order="choose_first", logit_bias=True)
+    assert (oss.num_experts, oss.top_k, oss.head_dim, oss.rms_eps) == (128, 4, 64, 1e-5)
+    assert (oss.qkv_bias, oss.o_bias, oss.sinks, oss.expert_bias) == (True, True, True, True)
+    assert (oss.rope.kind, oss.rope.theta, oss.rope.factor, oss.rope.truncate) == ("yarn", 150_000.0, 32.0, False)
+    assert oss.dtype == "bfloat16", "published ones name none"
 
 
 def test_a_part_of_a_head_is_rotated(tmp_path: Path) -> None:
@@ -116,6 +124,8 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
     ),
     "near": (GLM4, {"model_type": "glm4moe"}, ['model_type "glm4moe"', 'The nearest is "glm4_moe"']),
     "activation": (GLM4, {"hidden_act": "gelu"}, ["gelu", "silu"]),
+    "limit": (GPT_OSS, {"swiglu_limit": 10.0}, ["swiglu_limit 10.0", "gpt_oss", "7.0"]),
+    "alpha": (GPT_OSS, {"swiglu_alpha": 1.5}, ["swiglu_alpha 1.5", "1.702"]),
 }
 
 
@@ -133,7 +143,7 @@ def test_a_name_that_is_near_none_is_not_guessed(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel) as error:
         spec_of(tmp_path, GLM4, {"model_type": "whisper"})
     assert "nearest" not in str(error.value)
-    assert "glm4_moe, hy_v3" in str(error.value)
+    assert "glm4_moe, gpt_oss, hy_v3" in str(error.value)
 
 
 WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
@@ -151,6 +161,7 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "chosen": (DOTS1, {"num_experts_per_tok": None}, '"num_experts_per_tok" must be a whole number above 0'),
     "chosen_of_ernie": (ERNIE, {"moe_k": 9}, "9 is more than the 8 experts"),
     "pattern": (EXAONE, {"sliding_window_pattern": "LLLG"}, '"sliding_window_pattern" must be a whole number'),
+    "kinds_of_layers": (GPT_OSS, {"layer_types": ["chunked_attention"] * 4}, '"sliding_attention"'),
     "olmoe_heads": (OLMOE, {"head_dim": 16}, "such that 4 heads are the hidden size"),
 }
 
@@ -281,8 +292,8 @@ def test_an_ordinary_layer_behind_the_last_is_no_such_part(tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     ("config", "change"),
-    [(EXAONE, {}), (DOTS1, {"layer_types": ["sliding_attention"] * 3})],
-    ids=["exaone", "dots1"],
+    [(EXAONE, {}), (DOTS1, {"layer_types": ["sliding_attention"] * 3}), (GPT_OSS, {})],
+    ids=["exaone", "dots1", "gpt-oss"],
 )
 def test_windows_that_are_null_are_refused(tmp_path: Path, config: dict[str, Any], change: dict[str, Any]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(BASE | config | change | {"sliding_window": None}))

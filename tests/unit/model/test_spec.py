@@ -179,7 +179,7 @@ def test_wrong_values_are_named(tmp_path: Path, change: dict[str, Any], words: s
     ("config", "dense"),
     [
         ({"model_type": "llama"}, True),
-        ({"model_type": "gpt_oss", "num_local_experts": 32}, False),
+        ({"model_type": "granitemoe", "num_local_experts": 32}, False),
         ({"model_type": "llama4", "text_config": {"num_local_experts": 16}}, False),
     ],
 )

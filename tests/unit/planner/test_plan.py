@@ -71,6 +71,18 @@ GLM4 = {
     "vocab_size": 151_552,
     "max_position_embeddings": 131_072,
 }
+GPT_OSS = {
+    "model_type": "gpt_oss",
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "num_experts_per_tok": 4,
+    "vocab_size": 201_088,
+    "max_position_embeddings": 131_072,
+    "tie_word_embeddings": False,
+}
 EXAMPLES = {
     "OLMoE-1B-7B": OLMOE | {"model_type": "olmoe", "intermediate_size": 1024},
     "Qwen1.5-MoE-A2.7B": QWEN2_MOE
@@ -123,6 +135,8 @@ EXAMPLES = {
         "max_position_embeddings": 131_072,
         "tie_word_embeddings": True,
     },
+    "gpt-oss-20b": GPT_OSS | {"num_hidden_layers": 24, "num_local_experts": 32},
+    "gpt-oss-120b": GPT_OSS | {"num_hidden_layers": 36, "num_local_experts": 128},
 }
 """Shapes of the examples in the README, of their config.json."""
 
