@@ -88,7 +88,7 @@ class Batch:
 
     def __init__(self, rows: int, context: int, vocab: int, device: torch.device) -> None:
         draw, blocks = np.random.default_rng(rows), -(-context // BLOCK) + 1
-        spec: Any = SimpleNamespace(layers=(), num_kv_heads=1, head_dim=1)
+        spec: Any = SimpleNamespace(layers=(), kv_shape=(2, 1, 1), kv_bytes=lambda _: 0)
         self.kv = KVCache(spec, num_blocks=blocks * rows, block_size=BLOCK, dtype=torch.float32, device=device)
         self.histories, self.vocab, self.device = Histories(self.kv), vocab, device
         self._blocks_RM = draw.permutation(blocks * rows).reshape(rows, blocks)

@@ -1,6 +1,8 @@
-"""The paged KV cache: one key and one value tensor per layer, cut into blocks that the batch manager hands out.
+"""The paged KV cache: one key and one value tensor per layer, or one of latents, of which all heads make keys and
+values; cut into blocks that the batch manager hands out.
 
-Legend: N blocks, B tokens per block, K key/value heads, H head dimension, S slots, T rows of a step.
+Legend: N blocks, B tokens per block, K key/value heads, H head dimension, Z numbers of a latent, S slots, T rows of a
+step.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ class KVCache:
     def __init__(
         self, spec: ModelSpec, *, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self._shape = 2, num_blocks + 1, block_size, spec.num_kv_heads, spec.head_dim
+        parts, heads, size = spec.kv_shape
+        self._shape = parts, num_blocks + 1, block_size, heads, size
         self._count, self._dtype, self._device = len(spec.layers), dtype, device
         self._nbytes = num_blocks * block_bytes(spec, block_size=block_size, dtype=dtype)
         self.num_blocks, self.block_size = num_blocks, block_size
@@ -64,6 +67,10 @@ class KVCache:
         """Return ``(k_NBKH, v_NBKH)`` of one layer."""
         kv_2NBKH = self._layers[layer]
         return kv_2NBKH[0], kv_2NBKH[1]
+
+    def latents(self, layer: int) -> Tensor:
+        """Return ``latents_NBZ`` of one layer, of a model whose keys and values come of latents."""
+        return self._layers[layer][0].squeeze(2)
 
     def write_tokens(self, slots_T: Tensor, token_ids_T: Tensor) -> None:
         """Put a step's tokens into their slots. Both tensors are int64."""

@@ -27,6 +27,8 @@ from moe_kernels import route
 from moe_kernels.add_rms_norm.op import add_rms_norm
 from moe_kernels.qk_norm_rope.op import qk_norm_rope_write
 from services.model.inputs import PagedKV, StepInputs
+from services.model.latent_attention import LatentAttention
+from services.model.latent_plan import LatentPlanner
 from services.model.paged_attention import AttentionPlan, WindowPlan, WindowPlanner, attend, compute_dtype
 from services.model.products import FastestProducts, Products
 from services.model.rope import cos_sin, inverse_frequencies
@@ -58,12 +60,17 @@ class DenseModel:
         self.attention_dtype = compute_dtype(self.dtype, self.device)
         self._qk_norms = tuple(self._qk_norm(layer) for layer in weights.layers)
         self._frequency_I = inverse_frequencies(spec.rope, spec.head_dim).to(self.device)
+        self._latent: LatentAttention | None = None
         self._work_lists: WorkLists | None = None
-        if self.device.type == "cuda":
+        if spec.latent is not None:
+            self._latent = LatentAttention(spec, spec.latent, self.products, self.attention_dtype)
+        elif self.device.type == "cuda":
             self._work_lists = self.work_lists()
 
-    def work_lists(self) -> WorkLists:
-        """Return what plans attention by work lists for this model."""
+    def work_lists(self) -> WorkLists | None:
+        """Return what plans attention by work lists for this model; None: none does, as of latents."""
+        if self._latent is not None:
+            return None
         uniform = self.products.invariant
         return WorkLists(self.spec, dtype=self.attention_dtype, device=self.device, uniform=uniform)
 
@@ -74,11 +81,15 @@ class DenseModel:
         cos_T1R, sin_T1R = cos_sin(
             inputs.positions_T, self._frequency_I, self.spec.rope.attention_factor, self.products.each
         )
-        windows = {layer.window for layer in self.spec.layers}
+        latent = self.spec.latent
+        windows = {layer.window for layer in self.spec.layers} if latent is None else ()
         return AttentionPlan(
             slots_T=inputs.slots_T,
             cos_T1R=cos_T1R,
             sin_T1R=sin_T1R,
+            latent=None
+            if latent is None
+            else LatentPlanner(latent, block_size=block_size, device=self.device).plan(inputs),
             by_window={window: self._window_plan(inputs, window, block_size) for window in windows},
         )
 
@@ -104,8 +115,12 @@ class DenseModel:
 
         Writes the step's keys and values of the layer into ``kv``.
         """
-        weights, window_plan = self._weights.layers[layer], plan.by_window[self.spec.layers[layer].window]
+        weights = self._weights.layers[layer]
         x_TD, h_TD = self._norm(x_TD, added, weights.attention_norm_D)
+        if self._latent is not None:
+            out_TE = self._latent(weights, h_TD, plan, kv.latents(layer))
+            return x_TD, self.products.linear(out_TE, weights.o_DO, weights.o_bias_D)
+        window_plan = plan.by_window[self.spec.layers[layer].window]
         qkv_TO = self.products.linear(h_TD, weights.qkv_OD, weights.qkv_bias_O).to(self.attention_dtype)
         cache = kv.layer(layer)
         rotated = plan.cos_T1R.shape[2] if self.spec.layers[layer].rotated else 0
@@ -185,7 +200,7 @@ class DenseModel:
 
     def _qk_norm(self, weights: LayerWeights) -> Tensor | None:
         """Return the weights of both norms, ``[C, H]``: one per head, or parts of those of a whole projection."""
-        if weights.q_norm is None or weights.k_norm is None:
+        if weights.q_norm is None or weights.k_norm is None or self.spec.qk_norm == "none":
             return None
         sizes = self.spec.num_heads, self.spec.num_kv_heads
         parts = zip((weights.q_norm, weights.k_norm), sizes, strict=True)

@@ -55,7 +55,7 @@ def _check(spec: ModelSpec, config: ConfigFile) -> None:
             )
 
     heads, kv_heads, width = spec.num_heads, spec.num_kv_heads, spec.hidden_size
-    explicit_head_dim = config.optional_count("head_dim") is not None
+    explicit_head_dim = spec.latent is not None or config.optional_count("head_dim") is not None
     demand(
         explicit_head_dim or spec.head_dim != width // heads or width % heads == 0,
         f'"hidden_size" {width} is not divisible by "num_attention_heads" {heads}, and "head_dim" is not given',

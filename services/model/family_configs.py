@@ -24,6 +24,7 @@ from services.model.family_keys import (
     whole_number,
     windows_by_type,
 )
+from services.model.latent_config import deepseek_v2, deepseek_v3, glm4_moe_lite
 from services.model.spec import LayerSpec, ModelSpec, RouterSpec
 
 EndTokens = tuple[int, ...]
@@ -278,12 +279,16 @@ def _ernie4_5_moe(config: ConfigFile, eos: EndTokens) -> ModelSpec:
 
 
 FAMILIES: Mapping[str, Callable[[ConfigFile, EndTokens], ModelSpec]] = {
+    "deepseek_v2": deepseek_v2,
+    "deepseek_v3": deepseek_v3,
     "dots1": _dots1,
     "ernie4_5_moe": _ernie4_5_moe,
     "exaone_moe": _exaone_moe,
     "glm4_moe": _glm4_moe,
     "gpt_oss": gpt_oss,
+    "glm4_moe_lite": glm4_moe_lite,
     "hy_v3": _hy_v3,
+    "kimi_k2": deepseek_v3,
     "minimax_m2": _minimax_m2,
     "mixtral": _mixtral,
     "olmoe": _olmoe,

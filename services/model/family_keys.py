@@ -126,10 +126,12 @@ def mtp_layers(config: ConfigFile, *keys: str, default: int = 1) -> int:
     return found
 
 
-def sigmoid_router(config: ConfigFile, *, renormalise: bool, scale: float = 1.0) -> RouterSpec:
+def sigmoid_router(
+    config: ConfigFile, *, renormalise: bool, scale: float = 1.0, groups: int = 1, top_groups: int = 1
+) -> RouterSpec:
     """Return the router of DeepSeek-V3: scores by sigmoid, a bias for the choice, groups by the sum of their two best.
 
-    ``renormalise`` and ``scale`` are defaults of missing keys.
+    ``renormalise``, ``scale``, ``groups`` and ``top_groups`` are defaults of missing keys.
     """
     refuse_others(config, "scoring_func", "sigmoid", "noaux_tc")  # dots.llm1 names the method of the choice there
     return RouterSpec(
@@ -137,8 +139,8 @@ def sigmoid_router(config: ConfigFile, *, renormalise: bool, scale: float = 1.0)
         renormalise=config.flag("norm_topk_prob", default=renormalise),
         scale=config.number("routed_scaling_factor", default=scale),
         bias=True,
-        groups=config.count("n_group", default=1),
-        top_groups=config.count("topk_group", default=1),
+        groups=config.count("n_group", default=groups),
+        top_groups=config.count("topk_group", default=top_groups),
         group_score="top2_sum",
     )
 

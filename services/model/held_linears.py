@@ -15,7 +15,7 @@ from services.config import DenseFormat
 from services.model.dense_format import NO_LINEARS, HeldLinears, linears_held
 from services.model.expert_format import Kind
 from services.model.held_experts import StoredKind, why_dense
-from services.model.names import LM_HEAD, FfnNames, TensorNames, dense_shapes
+from services.model.names import LM_HEAD, FfnNames, TensorNames, dense_shapes, first_projections
 from services.model.spec import ModelSpec
 
 log = logging.getLogger(__name__)
@@ -36,15 +36,25 @@ class Linear:
 
 
 def qkv(spec: ModelSpec, layer: int) -> Linear:
-    """The projections of a layer to queries, keys and values."""
-    names = tuple(TensorNames(spec.family).layer(layer, f"self_attn.{part}_proj.weight") for part in "qkv")
-    return Linear(names=names, rows=(spec.q_size, spec.kv_size, spec.kv_size), columns=spec.hidden_size)
+    """The projections of a layer to queries, keys and values, or to latents."""
+    parts, rows = zip(*first_projections(spec).items(), strict=True)
+    names = tuple(TensorNames(spec.family).layer(layer, f"self_attn.{part}.weight") for part in parts)
+    return Linear(names=names, rows=rows, columns=spec.hidden_size)
+
+
+def latent_queries(spec: ModelSpec, layer: int) -> Linear | None:
+    """The projection of the latents of queries to queries, where there are such latents. That of the latents of keys
+    and values to heads is always dense: a product of each head takes a part of it."""
+    if spec.latent is None or not spec.latent.query_rank:
+        return None
+    name = TensorNames(spec.family).layer(layer, "self_attn.q_b_proj.weight")
+    return Linear(names=(name,), rows=(spec.q_size,), columns=spec.latent.query_rank)
 
 
 def output(spec: ModelSpec, layer: int) -> Linear:
     """The projection of a layer's attention back to its rows."""
     name = TensorNames(spec.family).layer(layer, "self_attn.o_proj.weight")
-    return Linear(names=(name,), rows=(spec.hidden_size,), columns=spec.q_size)
+    return Linear(names=(name,), rows=(spec.hidden_size,), columns=spec.o_size)
 
 
 def network(spec: ModelSpec, names: FfnNames, width: int) -> tuple[Linear, Linear]:
@@ -64,6 +74,8 @@ def linears(spec: ModelSpec) -> Iterator[Linear]:
     names = TensorNames(spec.family)
     for layer in range(spec.num_layers):
         yield qkv(spec, layer)
+        if (queries := latent_queries(spec, layer)) is not None:
+            yield queries
         yield output(spec, layer)
         if spec.layers[layer].kind == "dense":
             yield from network(spec, names.dense_ffn(layer), spec.dense_ffn)

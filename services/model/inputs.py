@@ -40,6 +40,10 @@ class PagedKV(Protocol):
         """Return ``(k_NBKH, v_NBKH)`` of one layer, contiguous, in the model's dtype and on its device."""
         ...
 
+    def latents(self, layer: int) -> Tensor:
+        """Return ``latents_NBZ`` of one layer likewise, of a model whose keys and values come of latents."""
+        ...
+
 
 class SequenceRows(msgspec.Struct, frozen=True, kw_only=True):
     """The rows ``start .. start + length`` of the step belong to one sequence.

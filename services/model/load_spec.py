@@ -56,7 +56,7 @@ def _fingerprint(spec: ModelSpec, model_dir: Path) -> str:
         del fields[name]  # which the release before has not, and both have to find one fingerprint
     if spec.quantisation is None:
         del fields["quantisation"]  # nor this one
-    _leave_out(fields, spec, "shared_gated", "mtp_layers", "sinks", "expert_bias", "expert_activation")
+    _leave_out(fields, spec, "shared_gated", "mtp_layers", "sinks", "expert_bias", "expert_activation", "latent")
     _leave_out(fields["rope"], spec.rope, "dim", "interleaved")
     _leave_out(fields["router"], spec.router, "bias", "groups", "top_groups", "group_score", "logit_bias")
     for values, layer in zip(fields["layers"], spec.layers, strict=True):

@@ -177,11 +177,12 @@ def is_mtp(name: str, spec: ModelSpec) -> bool:
 
 
 def _attention_shapes(spec: ModelSpec, layer: int) -> dict[str, Shape]:
-    sizes = {"q_proj": spec.q_size, "k_proj": spec.kv_size, "v_proj": spec.kv_size}
+    sizes = first_projections(spec)
     width = spec.hidden_size
     shapes: dict[str, Shape] = {"input_layernorm.weight": (width,), "post_attention_layernorm.weight": (width,)}
     shapes |= {f"self_attn.{part}.weight": (size, width) for part, size in sizes.items()}
-    shapes["self_attn.o_proj.weight"] = (width, spec.q_size)
+    shapes["self_attn.o_proj.weight"] = (width, spec.o_size)
+    shapes |= _latent_shapes(spec)
     if spec.qkv_bias:
         shapes |= {f"self_attn.{part}.bias": (size,) for part, size in sizes.items()}
     if spec.o_bias:
@@ -194,6 +195,28 @@ def _attention_shapes(spec: ModelSpec, layer: int) -> dict[str, Shape]:
         shapes["self_attn.sinks"] = (spec.num_heads,)
     names = TensorNames(spec.family)
     return {names.layer(layer, part): shape for part, shape in shapes.items()}
+
+
+def first_projections(spec: ModelSpec) -> dict[str, int]:
+    """Return what attention projects a layer's rows to, and the rows of each projection."""
+    latent = spec.latent
+    if latent is None:
+        return {"q_proj": spec.q_size, "k_proj": spec.kv_size, "v_proj": spec.kv_size}
+    query = {"q_a_proj": latent.query_rank} if latent.query_rank else {"q_proj": spec.q_size}
+    return query | {"kv_a_proj_with_mqa": latent.size}
+
+
+def _latent_shapes(spec: ModelSpec) -> dict[str, Shape]:
+    """Return the shapes of what makes queries, keys and values of latents."""
+    latent = spec.latent
+    if latent is None:
+        return {}
+    shapes: dict[str, Shape] = {"self_attn.kv_a_layernorm.weight": (latent.rank,)}
+    shapes["self_attn.kv_b_proj.weight"] = (spec.num_heads * (latent.plain + latent.value), latent.rank)
+    if latent.query_rank:
+        shapes["self_attn.q_a_layernorm.weight"] = (latent.query_rank,)
+        shapes["self_attn.q_b_proj.weight"] = (spec.q_size, latent.query_rank)
+    return shapes
 
 
 def _ffn_part_shapes(spec: ModelSpec, layer: int) -> dict[str, Shape]:

@@ -28,6 +28,7 @@ from moe_kernels.paged_attention.trees import TreeRows
 from moe_kernels.paged_decode.op import paged_decode
 from services.model import tiled_attention
 from services.model.inputs import DecodeRows, PagedPieces, PagedRows, SequenceRows, StepInputs
+from services.model.latent_plan import LatentPlan
 from services.model.length_groups import group_by_length
 from services.model.tiled_attention import Tiles
 from services.model.transfer import upload
@@ -81,12 +82,14 @@ class WindowPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionPlan:
-    """Plan of a step for all layers: where keys go, how rows are rotated, and for each window who sees whom."""
+    """Plan of a step for all layers: where keys go, how rows are rotated, and for each window who sees whom; or, of a
+    model whose keys and values come of latents, ``latent``."""
 
     slots_T: Tensor
     cos_T1R: Tensor
     sin_T1R: Tensor
     by_window: dict[int | None, WindowPlan]
+    latent: LatentPlan | None = None
 
 
 class WindowPlanner:

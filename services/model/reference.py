@@ -25,7 +25,7 @@ from services.model.held_experts import held_experts
 from services.model.load_spec import load_spec
 from services.model.names import EMBED, FINAL_NORM, LM_HEAD, FfnNames, TensorNames, dense_shapes
 from services.model.rope import inverse_frequencies
-from services.model.spec import ModelSpec
+from services.model.spec import LatentSpec, ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,12 +169,16 @@ class ReferenceModel:
 
     def _attention(self, layer: int, h_TD: Tensor) -> Tensor:
         spec = self.spec
-        q_NTH, k_NTH, v_NTH = (self._heads(layer, part, h_TD) for part in "qkv")
+        if spec.latent is None:
+            q_NTH, k_NTH, v_NTH = (self._heads(layer, part, h_TD) for part in "qkv")
+        else:
+            q_NTH, k_NTH, v_NTH = self._heads_of_latents(layer, spec.latent, h_TD)
+        scale = spec.latent.scale if spec.latent else 1 / math.sqrt(spec.head_dim)
         position_T = torch.arange(h_TD.shape[0])
         distance_TT = position_T[:, None] - position_T[None, :]
         window = spec.layers[layer].window or h_TD.shape[0]
         seen_TT = (distance_TT >= 0) & (distance_TT < window)
-        score_NTT = (q_NTH @ k_NTH.transpose(1, 2)) / math.sqrt(spec.head_dim)
+        score_NTT = (q_NTH @ k_NTH.transpose(1, 2)) * scale
         score_NTT = score_NTT.masked_fill(~seen_TT, -math.inf)
         if spec.sinks:
             sink_NT1 = self._tensors[self._names.sinks(layer)][:, None, None].expand(-1, len(h_TD), 1)
@@ -199,6 +203,30 @@ class ReferenceModel:
         if part != "v" and spec.layers[layer].rotated:
             x_NTH = self._rotated(x_NTH)
         return x_NTH.repeat_interleave(spec.num_heads // x_NTH.shape[0], dim=0)
+
+    def _heads_of_latents(self, layer: int, latent: LatentSpec, h_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values ``[N, T, H]``, the last ones ``[N, T, V]``, of multi-head latent attention
+        (DeepSeek-V2, section 2.1, equations 37 to 47): each head has its own, and all share a part of their keys."""
+        heads = self.spec.num_heads
+
+        def normed(part: str, x_TL: Tensor) -> Tensor:
+            root = torch.sqrt(x_TL.square().mean(dim=-1, keepdim=True) + latent.eps)
+            return x_TL / root * self._tensors[self._names.layer(layer, f"self_attn.{part}_layernorm.weight")]
+
+        if latent.query_rank:
+            q_TO = self._linear(layer, "q_b", normed("q_a", self._linear(layer, "q_a", h_TD)))
+        else:
+            q_TO = self._linear(layer, "q", h_TD)
+        q_NTH = q_TO.view(len(h_TD), heads, -1).transpose(0, 1)
+        q_plain, q_turned = q_NTH.split_with_sizes((latent.plain, latent.rotated), dim=2)
+        projected = self._tensors[self._names.layer(layer, "self_attn.kv_a_proj_with_mqa.weight")]
+        bias = self._tensors.get(self._names.layer(layer, "self_attn.kv_a_proj_with_mqa.bias"), torch.zeros(()))
+        latent_TC, k_TR = (h_TD @ projected.T + bias).split_with_sizes((latent.rank, latent.rotated), dim=1)
+        kv_TO = self._linear(layer, "kv_b", normed("kv_a", latent_TC))
+        kv_NTH = kv_TO.view(len(h_TD), heads, -1).transpose(0, 1)
+        k_plain, v_NTV = kv_NTH.split_with_sizes((latent.plain, latent.value), dim=2)
+        k_turned = self._turned(k_TR.unsqueeze(0)).expand(heads, -1, -1)
+        return torch.cat((q_plain, self._turned(q_turned)), 2), torch.cat((k_plain, k_turned), 2), v_NTV
 
     def _rotated(self, x_NTH: Tensor) -> Tensor:
         """Take dimensions i and i + H/2 as a complex number, and turn it by position x frequency. Of a head that is

@@ -100,6 +100,18 @@ def _yarn(scaling: ConfigFile, theta: float, original: int, max_position: int) -
     )
 
 
+def softmax_factor(config: ConfigFile) -> float:
+    """Return what DeepSeek multiplies the scale of the softmax by: the square of YaRN's temperature, of what its
+    ``mscale_all_dim`` says, whatever the kind of scaling; 1 without one."""
+    scaling = config.section("rope_scaling")
+    if not scaling.values:
+        scaling = config.section("rope_parameters")
+    if scaling.text("rope_type", "type", default="default") == "default":
+        return 1.0
+    mscale = scaling.optional_number("mscale_all_dim") if scaling.values.get("mscale_all_dim") != 0 else None
+    return 1.0 if mscale is None else _temperature(scaling.number("factor"), mscale) ** 2
+
+
 def _temperature(factor: float, mscale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 

@@ -6,6 +6,7 @@ it is. Only ``families.py`` and ``names.py`` know families by name.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -60,6 +61,30 @@ class RouterSpec:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LatentSpec:
+    """Multi-head latent attention (DeepSeek-V2, section 2.1.2): keys and values of all heads come of one latent.
+
+    A position has ``rank`` numbers, normed, and ``rotated`` more, rotated, that are part of each head's key. A head
+    makes of the ``rank`` numbers ``plain`` of its key, which are not rotated, and ``value`` of its value. Queries come
+    of ``query_rank`` numbers, normed, or where it is 0 of the rows themselves. ``scale`` is that of the softmax,
+    ``eps`` of both norms.
+    """
+
+    rank: int
+    rotated: int
+    plain: int
+    value: int
+    scale: float
+    query_rank: int = 0
+    eps: float = 1e-6
+
+    @property
+    def size(self) -> int:
+        """Numbers that the cache has for a position."""
+        return self.rank + self.rotated
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LayerSpec:
     """One decoder layer. ``window`` counts the positions a token sees, itself included; None is all of them.
     ``rotated``: queries and keys are turned by their positions."""
@@ -82,6 +107,8 @@ class ModelSpec:
     the layers in the files: they predict tokens further ahead, and nobody reads them.
     ``sinks``: each query head has a logit that takes its share of attention and has no value. ``expert_bias``: both
     products of an expert have a bias.
+    With ``latent`` a query has ``head_dim`` numbers, and there is one key head, the latent, of which values are a part;
+    ``qkv_bias`` is then that of the projections to latents.
     ``quantisation`` is how the weights lie on disk. ``experts`` and ``linears`` say how experts and other linear layers
     are held in memory, which ``with_weights`` decides, too, and adds to ``weights``; all other weights are in the
     serving dtype.
@@ -116,6 +143,7 @@ class ModelSpec:
     sinks: bool = False
     expert_bias: bool = False
     expert_activation: ExpertActivation = "swiglu"
+    latent: LatentSpec | None = None
     quantisation: Quantisation | None = None
     fingerprint: str = ""
     weights: str = ""
@@ -137,8 +165,18 @@ class ModelSpec:
 
     @property
     def kv_size(self) -> int:
-        return self.num_kv_heads * self.head_dim
+        return self.latent.size if self.latent else self.num_kv_heads * self.head_dim
+
+    @property
+    def o_size(self) -> int:
+        """What attention puts out for a row, all heads together."""
+        return self.num_heads * (self.latent.value if self.latent else self.head_dim)
+
+    @property
+    def kv_shape(self) -> tuple[int, int, int]:
+        """What a layer keeps of a position: keys and values, or latents alone; heads; numbers of a head."""
+        return (1, 1, self.latent.size) if self.latent else (2, self.num_kv_heads, self.head_dim)
 
     def kv_bytes(self, itemsize: int) -> int:
         """Return the bytes of the keys and values of one token over all layers."""
-        return 2 * self.num_layers * self.kv_size * itemsize
+        return math.prod(self.kv_shape) * self.num_layers * itemsize

@@ -19,9 +19,9 @@ from moe_kernels import QuantisedWeight, Weight
 from services.model.expert_biases import place_biases
 from services.model.expert_format import Kind
 from services.model.experts import ExpertWeights
-from services.model.held_linears import Linear, head, network, output, qkv
+from services.model.held_linears import Linear, head, latent_queries, network, output, qkv
 from services.model.host_memory import empty
-from services.model.names import EMBED, FINAL_NORM, FfnNames, TensorNames, dense_shapes
+from services.model.names import EMBED, FINAL_NORM, FfnNames, TensorNames, dense_shapes, first_projections
 from services.model.progress import NoProgress, Progress
 from services.model.quantised_experts import QuantisedLoader, empty_weight
 from services.model.quantised_linears import Held, load_linears
@@ -42,6 +42,10 @@ class FfnWeights:
 class LayerWeights:
     """The dense part of one layer. ``qkv`` holds the query heads, then the key heads, then the value heads.
 
+    With latents ``qkv`` holds what projects to the latent of queries, or to queries, then to that of keys and values;
+    both have a norm, ``q_norm`` and ``k_norm``. ``q_b`` makes queries, and ``kv_b`` for each head the part of a key
+    that is not rotated, then the value.
+
     A weight that is held quantised is one of a single expert. ``ffn`` is the layer's only network or its shared expert,
     which has a gate or none. The router gives float32, for bfloat16 logits tie: its weights are float32, or on a GPU of
     the serving dtype if they are stored in it. Sinks and the router's biases are float32.
@@ -61,6 +65,8 @@ class LayerWeights:
     router_bias_E: Tensor | None = None
     router_logit_bias_E: Tensor | None = None
     sinks_N: Tensor | None = None
+    q_b_OL: Weight | None = None
+    kv_b_OC: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -245,8 +251,7 @@ def _dense_layer(reader: _Reader, spec: ModelSpec, layer: int) -> LayerWeights:
     def name(part: str) -> str:
         return names.layer(layer, part)
 
-    projections = ("q_proj", "k_proj", "v_proj")
-    sizes = (spec.q_size, spec.kv_size, spec.kv_size)
+    sizes = first_projections(spec)
     has_experts = spec.layers[layer].kind == "moe"
     shared = has_experts and spec.shared_ffn > 0
     ffn: FfnWeights | None = None
@@ -254,13 +259,15 @@ def _dense_layer(reader: _Reader, spec: ModelSpec, layer: int) -> LayerWeights:
         ffn = reader.ffn(spec, names.dense_ffn(layer), spec.dense_ffn)
     elif shared:
         ffn = reader.ffn(spec, names.shared_expert(layer), spec.shared_ffn)
-    biases = [name(f"self_attn.{part}.bias") for part in projections]
+    biases = [name(f"self_attn.{part}.bias") for part in sizes]
+    q_norm, k_norm = (name(f"self_attn.{norm}.weight") if norm else "" for norm in _norms(spec))
+    queries = latent_queries(spec, layer)
     return LayerWeights(
         attention_norm_D=reader.tensor(name("input_layernorm.weight")),
         qkv_OD=reader.linear(qkv(spec, layer)),
-        qkv_bias_O=reader.stacked(biases, sizes) if spec.qkv_bias else None,
-        q_norm=reader.tensor(name("self_attn.q_norm.weight")) if spec.qk_norm != "none" else None,
-        k_norm=reader.tensor(name("self_attn.k_norm.weight")) if spec.qk_norm != "none" else None,
+        qkv_bias_O=reader.stacked(biases, [*sizes.values()]) if spec.qkv_bias else None,
+        q_norm=reader.tensor(q_norm) if q_norm else None,
+        k_norm=reader.tensor(k_norm) if k_norm else None,
         o_DO=reader.linear(output(spec, layer)),
         o_bias_D=reader.tensor(name("self_attn.o_proj.bias")) if spec.o_bias else None,
         ffn_norm_D=reader.tensor(name("post_attention_layernorm.weight")),
@@ -272,7 +279,16 @@ def _dense_layer(reader: _Reader, spec: ModelSpec, layer: int) -> LayerWeights:
         if has_experts and spec.router.logit_bias
         else None,
         sinks_N=reader.exact(names.sinks(layer)) if spec.sinks else None,
+        q_b_OL=reader.linear(queries) if queries else None,
+        kv_b_OC=reader.tensor(name("self_attn.kv_b_proj.weight")) if spec.latent else None,
     )
+
+
+def _norms(spec: ModelSpec) -> tuple[str, str]:
+    """Return what norms of queries and keys are called, or of their latents; "" where there is none."""
+    if spec.latent is not None:
+        return "q_a_layernorm" if spec.latent.query_rank else "", "kv_a_layernorm"
+    return ("q_norm", "k_norm") if spec.qk_norm != "none" else ("", "")
 
 
 def _expert_layer(

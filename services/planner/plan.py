@@ -255,7 +255,7 @@ def _title(spec: ModelSpec, settings: Settings, given: Namespace) -> str:
     held = f", experts in {spec.experts.label}" if spec.experts.label else ""
     held += f", linear layers in {spec.linears.label}" if spec.linears.label else ""
     return (
-        f"{settings.model} on {where}: {count / 1e9:.3g} billion parameters, {_gb(sum(held_bytes(spec)))} in {dtype}"
+        f"{settings.model} on {where}: {_billions(count)} billion parameters, {_gb(sum(held_bytes(spec)))} in {dtype}"
         f"{held}; "
         f"{spec.num_experts} experts, {spec.top_k} for each token."
     )
@@ -311,7 +311,12 @@ def _memory(given: Namespace, best: Row) -> str:
 
 
 def _gb(size: float) -> str:
-    return f"{size / 1e9:.3g} GB"
+    return f"{_billions(size)} GB"
+
+
+def _billions(count: float) -> str:
+    """Three digits, or those before the point."""
+    return f"{count / 1e9:,.0f}" if count >= 999.5e9 else f"{count / 1e9:.3g}"
 
 
 def _across(spec: ModelSpec, given: Namespace, tokens: int) -> str:

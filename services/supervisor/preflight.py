@@ -17,6 +17,7 @@ from services.config import Settings
 from services.errors import ConfigError
 from services.model.held_experts import check_slices, expert_bytes, held_experts, kept_on_cpu
 from services.model.held_linears import dense_bytes, held_linears, linears_kept_on_cpu
+from services.model.latent_config import check_invariance
 from services.model.load_spec import load_spec, tokenizer_file
 from services.model.names import dense_shapes, expert_shapes
 from services.model.spec import ModelSpec
@@ -106,6 +107,7 @@ def preflight(settings: Settings, find: Callable[[], Gpus] = find_gpus) -> Previ
     assert settings.model is not None, "checked before"
     spec = load_spec(settings.model)
     _check_groups(settings, spec)
+    check_invariance(spec, batch_invariant=settings.batch_invariant)
     dtype = spec.dtype if settings.dtype == "auto" else settings.dtype
     gpus = find()
     device = _device(settings.device, gpus)

@@ -25,11 +25,14 @@ pytestmark = pytest.mark.alone
 MARGIN, ROUTER_MARGIN = 1e-4, 1e-5
 """Smallest gap, in logits and in what routers compare, of any choice: far above float32 rounding."""
 SEEDS = {
+    "deepseek_v2": 0,
+    "deepseek_v3": 0,
     "dots1": 0,
     "ernie4_5_moe": 0,
     "exaone_moe": 1,
     "glm4_moe": 0,
     "gpt_oss": 0,
+    "glm4_moe_lite": 0,
     "hy_v3": 0,
     "minimax_m2": 0,
     "solar_open": 4,
@@ -46,6 +49,8 @@ ELSEWHERE: list[tuple[str, dict[str, Any]]] = [
     ("gpt_oss", APART),
     ("gpt_oss", COLOCATED),
     ("gpt_oss", SLICED),
+    ("deepseek_v3", APART),
+    ("deepseek_v3", COLOCATED),
 ]
 OPTIONS = {"served_model_name": "tiny", "dtype": "float32", "max_model_len": 128, "max_num_batched_tokens": 48}
 

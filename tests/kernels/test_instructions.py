@@ -40,6 +40,7 @@ def test_gate_and_up_are_one_instruction_of_full_width() -> None:
         ("combine-bf16", "combine_kernel", r"ld\.global\.v4"),
         ("decode-bf16-32-4-128", "sum_parts_kernel", r"ld\.global\.v4"),
         ("decode-bf16-32-4-128", "paged_decode_kernel", r"cp\.async\.cg\.shared\.global \[.*?0x10"),
+        ("latents-bf16-128-576-512", "paged_latent_kernel", r"cp\.async\.cg\.shared\.global \[.*?0x10"),
         (FEW, "gather_joined_kernel", r"ld\.global\S*\.cg\S*\.v4"),
         (FEW, "gather_joined_kernel", r"st\.global\.v4"),
         ("qk-bf16-head", "qk_norm_rope_kernel", r"st\.global\.v4"),
@@ -54,6 +55,11 @@ def test_rows_are_moved_16_bytes_at_a_time(call: str, kernel: str, instruction: 
 
 def test_attention_multiplies_on_tensor_cores() -> None:
     assert code("decode-bf16-32-4-128", "paged_decode_kernel").count("HMMA")
+    assert code("latents-bf16-16-576-512", "paged_latent_kernel").count("HMMA")
+
+
+def test_many_heads_read_a_latent_by_warpgroups() -> None:
+    aot.assert_wgmma(code("latents-bf16-128-576-512", "paged_latent_kernel"))
 
 
 def test_the_router_reduces_within_warps() -> None:

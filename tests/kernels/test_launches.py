@@ -113,6 +113,6 @@ def test_services_call_what_is_recorded() -> None:
                 found |= {name.name for name in node.names}
     assert found - launch_nothing == {
         "route", "fused_moe", "combine", "paged_decode", "send_rows", "take_rows", "send_answers", "sum_answers",
-        "take_joined", "send_joined", "add_rms_norm", "qk_norm_rope_write", "paged_attention",
+        "take_joined", "send_joined", "add_rms_norm", "qk_norm_rope_write", "paged_attention", "paged_latent",
         "count_pairs", "quantised_linear",
     }  # fmt: skip

@@ -9,6 +9,7 @@ from bench.checks.base import Check
 from bench.checks.dense import dense_checks
 from bench.checks.foreign import foreign_checks
 from bench.checks.graphs import graph_checks
+from bench.checks.latents import latent_checks
 from bench.checks.layers import layer_checks
 from bench.checks.options import option_checks
 from bench.checks.routing import routing_checks
@@ -25,5 +26,6 @@ def all_checks(*, scale: int = 1) -> list[Check]:
         *graph_checks(),
         *routing_checks(),
         *attention_checks(),
+        *latent_checks(),
         *dense_checks(),
     ]

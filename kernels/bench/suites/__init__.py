@@ -10,6 +10,7 @@ from bench.results import Row
 from bench.suites.attention import attention
 from bench.suites.deepspeed import gating
 from bench.suites.elephants import gemm, table1
+from bench.suites.latents import latents
 from bench.suites.layers import figures, formats, int4, route_plan
 from bench.suites.momha import momha
 from bench.suites.scattermoe import granularity, sparsity, unit
@@ -29,4 +30,5 @@ SUITES: Final[Mapping[str, Callable[[Settings], Iterator[Row]]]] = {
     "elephants-gemm": gemm,
     "deepspeed-gating": gating,
     "attention": attention,
+    "latents": latents,
 }

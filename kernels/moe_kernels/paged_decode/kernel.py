@@ -143,7 +143,7 @@ def launch(
     blocks_SM, kv_len_S = blocks_SM.contiguous(), kv_len_S.contiguous()
     out_SNH = torch.empty(q_SNH.shape, dtype=q_SNH.dtype, device=q_SNH.device)
     positions = min(blocks_SM.shape[1] * block_size, window)
-    wanted, parts = cut(sequences * kv_heads, positions, _sms(q_SNH.device))
+    wanted, parts = cut(sequences * kv_heads, positions, multiprocessors(q_SNH.device))
     shape = (sequences, heads, parts if parts > 1 else 0)
     sums = torch.empty(*shape, head_dim, dtype=torch.float32, device=q_SNH.device)
     logs = torch.empty(shape, dtype=torch.float32, device=q_SNH.device)
@@ -153,7 +153,7 @@ def launch(
         q_SNH, k_PBJH, v_PBJH, blocks_SM, kv_len_S, sinks, out_SNH, sums, logs, scale * math.log2(math.e), window,
         wanted, q_SNH.stride(0), q_SNH.stride(1), blocks_SM.shape[1], kv_heads, SINKS=sinks_N is not None,
         G=heads // kv_heads, H=head_dim, B=block_size, BLOCK_G=max(16, triton.next_power_of_2(heads // kv_heads)),
-        BLOCK_H=block_h, DTYPE=_dtype(q_SNH.dtype), **tiles_for(block_h, q_SNH.element_size()),
+        BLOCK_H=block_h, DTYPE=product_dtype(q_SNH.dtype), **tiles_for(block_h, q_SNH.element_size()),
     )  # fmt: skip
     if parts > 1:
         sum_parts_kernel[(sequences, heads)](
@@ -181,11 +181,11 @@ def tiles_for(block_h: int, itemsize: int) -> dict[str, int]:
 
 
 @cache
-def _sms(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else _CPU_SMS
 
 
-def _dtype(dtype: torch.dtype) -> tl.dtype:
+def product_dtype(dtype: torch.dtype) -> tl.dtype:
     if backend.upcast(dtype):
         return tl.float32
     return {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[dtype]

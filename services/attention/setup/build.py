@@ -27,6 +27,7 @@ from services.metrics import CHECKPOINT
 from services.model.dense import DenseModel
 from services.model.device import check_device, into_memory, serving_dtype, torch_device
 from services.model.experts import ExpertShard
+from services.model.latent_config import check_invariance
 from services.model.products import Products, products_of
 from services.model.progress import Progress, loading_progress
 from services.model.spec import ModelSpec
@@ -175,6 +176,7 @@ def served_model(settings: Settings, *, rank: int | None = None, weights: Weight
     dtype = serving_dtype(settings.dtype, spec)
     check_device(device, dtype)
     fitting = Fitting(settings=settings, spec=spec, device=device, dtype=dtype)
+    check_invariance(spec, batch_invariant=settings.batch_invariant)
     log.info("experts are held %s, other linear layers %s", spec.experts.title, spec.linears.title)
     if fitting.measures:
         fitting.check_weights()

@@ -4,7 +4,7 @@ There is a graph for each number of rows that steps are rounded up to, for steps
 pieces of prompts (one for both where work lists are uniform), and for each key of the link (see
 :meth:`services.fabric.link.ExpertLink.graph_key`). Rows, lengths, blocks and seats are data on the device, so the same
 graph serves any sequences and any expert workers. Steps that suit no graph (very many rows, two micro-batches,
-exchanges by the host) are left to the caller.
+exchanges by the host, pieces of prompts of a model without work lists) are left to the caller.
 Legend: T rows of the step, D hidden size.
 """
 
@@ -113,9 +113,11 @@ class StepGraphs(Generic[HandleT]):
             spare_slot=kv.spare_slot,
         )
         lists = model.work_lists()
-        self._pieces = FixedPieces(most, max_seqs, shape, lists, device, trees=trees)
-        self._decodes: FixedInputs = self._pieces
-        if not lists.uniform:
+        self._pieces = None
+        if lists is not None:
+            self._pieces = FixedPieces(most, max_seqs, shape, lists, device, trees=trees)
+        self._decodes: FixedInputs | None = self._pieces
+        if lists is None or not lists.uniform:
             self._decodes = FixedDecodes(min(most, max_seqs), shape, device)
         self._x_TD = torch.zeros(most, model.spec.hidden_size, dtype=model.dtype, device=device)
         self._graphs: dict[tuple[FixedInputs, int, Hashable], Callable[[], None]] = {}
@@ -137,7 +139,7 @@ class StepGraphs(Generic[HandleT]):
         """
         began = time.monotonic()
         each = dict.fromkeys((self._pieces, self._decodes))
-        kinds = [(kind, rows) for kind in each for rows in reversed(kind.buckets)]
+        kinds = [(kind, rows) for kind in each if kind is not None for rows in reversed(kind.buckets)]
         for number, (kind, rows) in enumerate(kinds, start=1):  # the largest first: it sizes the pool
             try:
                 if not self._capture_rows(kind, rows):
@@ -160,9 +162,10 @@ class StepGraphs(Generic[HandleT]):
 
     def suit(self, inputs: StepInputs) -> bool:
         """Return whether a graph is the right way for ``inputs``, if the link allows one."""
-        return len(inputs.token_ids_T) <= min(self.max_rows, self._kind(inputs).buckets[-1])
+        kind = self._kind(inputs)
+        return kind is not None and len(inputs.token_ids_T) <= min(self.max_rows, kind.buckets[-1])
 
-    def _kind(self, inputs: StepInputs) -> FixedInputs:
+    def _kind(self, inputs: StepInputs) -> FixedInputs | None:
         return self._pieces if inputs.sequences else self._decodes
 
     def replayed(self, micro_batches: Sequence[StepInputs]) -> Tensor | None:
@@ -178,6 +181,7 @@ class StepGraphs(Generic[HandleT]):
         if key is None:
             return None
         kind = self._kind(inputs)
+        assert kind is not None, "it does not suit a graph"
         rows = next(size for size in kind.buckets if size >= count)
         graph = self._graphs.get((kind, rows, key))
         if graph is None:

@@ -38,6 +38,7 @@ from moe_kernels.paged_attention.planner import Planner
 from moe_kernels.paged_attention.tiling import tiling_for
 from moe_kernels.paged_attention.work import Work
 from moe_kernels.paged_decode.op import paged_decode
+from moe_kernels.paged_latent.op import paged_latent
 from moe_kernels.qk_norm_rope.op import Norm, qk_norm_rope_write
 from moe_kernels.rotary.op import rotate_heads
 from moe_kernels.training.parallel_linear import _ParallelLinear
@@ -129,6 +130,15 @@ def decode(
     kv_len_S = empty(sequences, dtype=torch.int32)
     q_SNH = empty(sequences, heads, size, dtype=kind)
     paged_decode(q_SNH, *cache, blocks_SM, kv_len_S, window=window, sinks_N=sinks_N)
+
+
+def latents(
+    dtype: str, heads: int, size: int, rank: int, *, rows: int = 32, block: int = 16, length: int = 8192
+) -> None:
+    kind = DTYPES[dtype]
+    blocks_SM, kv_len_S = empty(rows, -(-length // block), dtype=torch.int32), empty(rows, dtype=torch.int32)
+    q_SNZ, cache_PBZ = empty(rows, heads, size, dtype=kind), empty(4096, block, size, dtype=kind)
+    paged_latent(q_SNZ, cache_PBZ, blocks_SM, kv_len_S, rank=rank, scale=0.1)
 
 
 def attention(
@@ -306,6 +316,10 @@ def _decode(dtype: str, heads: int, kv_heads: int, size: int, name: str = "", **
     return {f"decode-{dtype}-{heads}-{kv_heads}-{size}{name}": partial(decode, dtype, heads, kv_heads, size, **options)}
 
 
+def _latents(dtype: str, heads: int, size: int, rank: int, name: str = "", **options: Any) -> Calls:
+    return {f"latents-{dtype}-{heads}-{size}-{rank}{name}": partial(latents, dtype, heads, size, rank, **options)}
+
+
 def _attention(dtype: str, heads: int, kv_heads: int, size: int, name: str = "", **options: Any) -> Calls:
     call = partial(attention, dtype, heads, kv_heads, size, **options)
     return {f"attention-{dtype}-{heads}-{kv_heads}-{size}{name}": call}
@@ -334,6 +348,8 @@ SERVED: Calls = {
     "count": partial(count, 128, 64),
     **_decode("bf16", 32, 4, 128),
     **_decode("fp32", 8, 4, 32),
+    **_latents("bf16", 128, 576, 512),
+    **_latents("fp32", 16, 576, 512),
     **_attention("bf16", 32, 4, 128),
     **_attention("fp32", 32, 4, 128),
     **_attention("bf16", 32, 4, 128, "-uniform", uniform=True),
@@ -374,6 +390,9 @@ MORE: Calls = {
     **_decode("bf16", 64, 8, 64, "-sinks", sinks=True, window=128),
     **_decode("fp32", 64, 8, 64, "-sinks", sinks=True),
     **_decode("fp32", 32, 1, 256),
+    **_latents("bf16", 16, 576, 512),
+    **_latents("fp16", 64, 576, 512, "-blocks-of-5", block=5),
+    **_latents("fp16", 6, 36, 26, "-odd"),
     **_exchange("fp16", 64),
     **_exchange("bf16", 512, members=8),
     **_exchange("bf16", 64, "-unsummed", unsummed=True),

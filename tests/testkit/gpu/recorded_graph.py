@@ -22,12 +22,14 @@ from moe_kernels.exchange import reference as exchange
 from moe_kernels.experts import reference as experts
 from moe_kernels.paged_attention import reference as paged_attention
 from moe_kernels.paged_decode import reference as paged_decode
+from moe_kernels.paged_latent import reference as paged_latent
 
 KERNELS = (
     (InterpretedFunction, "run"),
     (experts, "fused_moe"),
     (paged_attention, "launch"),
     (paged_decode, "launch"),
+    (paged_latent, "launch"),
     *((exchange, name) for name in ("send_rows", "take_rows", "send_answers", "sum_answers")),
 )
 """What is launched as a whole. On a GPU these are kernels, so what happens inside may read values."""

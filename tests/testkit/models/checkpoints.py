@@ -38,6 +38,17 @@ _ROUTED_BY_SIGMOID = _COMMON | {
     "num_experts_per_tok": 2,
 }
 
+_WITHOUT_HEADS = {key: value for key, value in _ROUTED_BY_SIGMOID.items() if key != "head_dim"}
+_LATENTS = {
+    "kv_lora_rank": 40,
+    "qk_rope_head_dim": 10,
+    "qk_nope_head_dim": 22,
+    "v_head_dim": 18,
+    "n_routed_experts": 8,
+    "num_key_value_heads": 4,
+    "first_k_dense_replace": 1,
+}
+
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": _COMMON
     | {
@@ -89,6 +100,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "factor": 4.0,
             "original_max_position_embeddings": 128,
             "truncate": False,
+        },
+    },
+    "glm4_moe_lite": _WITHOUT_HEADS | _LATENTS | {"q_lora_rank": 36, "mlp_layer_types": ["dense", "sparse"]},
+    "deepseek_v2": _WITHOUT_HEADS | _LATENTS | {"q_lora_rank": None, "n_shared_experts": 1, "num_experts_per_tok": 1},
+    "deepseek_v3": _WITHOUT_HEADS
+    | _LATENTS
+    | {
+        "q_lora_rank": 36,
+        "n_group": 2,
+        "topk_group": 1,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 128,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
         },
     },
 }

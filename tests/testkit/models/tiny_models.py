@@ -123,6 +123,25 @@ GPT_OSS: dict[str, Any] = {
         "truncate": False,
     },
 }
+DEEPSEEK3: dict[str, Any] = {
+    "model_type": "deepseek_v3",
+    "num_key_value_heads": 4,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 18,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 26,
+    "qk_rope_head_dim": 10,
+    "qk_nope_head_dim": 14,
+    "v_head_dim": 6,
+}
+DEEPSEEK2: dict[str, Any] = {key: value for key, value in DEEPSEEK3.items() if key not in ("n_group", "topk_group")} | {
+    "model_type": "deepseek_v2",
+    "routed_scaling_factor": 1.5,
+}
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 500.0,
@@ -190,6 +209,23 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "sliding_window": 2,
     },
     "gpt-oss-defaults": {key: value for key, value in GPT_OSS.items() if key not in ("rope_parameters", "head_dim")},
+    "deepseek3": DEEPSEEK3,
+    "deepseek3-direct-queries": DEEPSEEK3
+    | {"q_lora_rank": None, "n_shared_experts": 2, "norm_topk_prob": False, "v_head_dim": 22},
+    "deepseek3-yarn": DEEPSEEK3
+    | {"rope_parameters": YARN_ROPE | {"mscale": 1.0, "mscale_all_dim": 1.0}, "n_group": 1, "topk_group": 1},
+    "deepseek3-halves": DEEPSEEK3
+    | {"rope_interleave": False, "attention_bias": True, "rms_norm_eps": 1e-3, "tie_word_embeddings": True},
+    "deepseek2": DEEPSEEK2 | {"q_lora_rank": None, "num_attention_heads": 2, "num_key_value_heads": 2},
+    "deepseek2-groups": DEEPSEEK2
+    | {
+        "topk_method": "group_limited_greedy",
+        "n_group": 4,
+        "topk_group": 2,
+        "rope_parameters": YARN_ROPE | {"mscale": 0.707, "mscale_all_dim": 0.707},
+    },
+    "glm4-lite": {key: value for key, value in DEEPSEEK3.items() if key != "first_k_dense_replace"}
+    | {"model_type": "glm4_moe_lite", "mlp_layer_types": ["dense", "sparse", "dense"]},
     "olmoe-dynamic": OLMOE | {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1000.0}},
 }
 
@@ -219,13 +255,15 @@ class PagedCache:
         self, spec: ModelSpec, *, blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.block_size = block_size
-        shape = (blocks, block_size, spec.num_kv_heads, spec.head_dim)
-        self._layers = [
-            (torch.randn(shape).to(device, dtype), torch.randn(shape).to(device, dtype)) for _ in spec.layers
-        ]
+        parts, *sizes = spec.kv_shape
+        self._layers = [torch.randn(parts, blocks, block_size, *sizes).to(device, dtype) for _ in spec.layers]
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        return self._layers[layer]
+        keys, values = self._layers[layer]
+        return keys, values
+
+    def latents(self, layer: int) -> Tensor:
+        return self._layers[layer][0].squeeze(2)
 
 
 @dataclass

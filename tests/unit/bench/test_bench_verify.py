@@ -25,6 +25,9 @@ FEW = [
     "attention 12-2-96 fp32 mix window",
     "attention neighbours fp32",
     "attention graph fp32",
+    "latents 6-odd fp16 long and short",
+    "latents 22 bf16 decodes",
+    "latents graph fp32",
     "add_rms_norm fp16 100 rows 17",
     "qk_norm_rope odd fp16 rows 17",
     "qk_norm_rope odd interleaved fp16 rows 17",
@@ -37,7 +40,8 @@ def test_a_few_checks_of_every_kind_pass(capsys: pytest.CaptureFixture[str]) -> 
     code = verify.main(["--device", "cpu", "--jobs", "1", *only])
     out = capsys.readouterr().out
     assert code == 0, out
-    for kind in ("route", "plan", "fused_moe", "grouped_mlp", "parallel_linear", "sparse_mlp", "quantise", "attention"):
+    ops = ("route", "plan", "fused_moe", "grouped_mlp", "parallel_linear", "sparse_mlp", "quantise", "attention")
+    for kind in (*ops, "latents"):
         assert f"| {kind} " in out
     assert " 0 failed" in out
 

@@ -47,6 +47,7 @@ def logits_of(folder: Path, path: backend.Path, monkeypatch: pytest.MonkeyPatch)
         "ernie",
         "gpt-oss",
         "gpt-oss-layers",
+        "deepseek3",
     ],
 )
 def test_logits_are_those_of_plain_torch(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

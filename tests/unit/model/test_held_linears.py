@@ -143,6 +143,8 @@ def test_so_they_are_of_every_family(tmp_path: Path, family: str, form: str) -> 
     """With tied embeddings, norms of queries and keys, a clip, and widths that end inside of a group."""
     sizes = {**WIDE, "intermediate_size": 208, "shared_expert_intermediate_size": 176, "num_key_value_heads": 2}
     sizes |= {"tie_word_embeddings": True, "num_experts": 4, "num_local_experts": 4}
+    if "kv_lora_rank" in FAMILIES[family]:
+        sizes["num_key_value_heads"] = FAMILIES[family]["num_attention_heads"]
     folder = quantise(save_checkpoint(tmp_path / "plain", family, seed=7, **sizes), tmp_path, STORED[form][0]).folder
     assert len(served(folder).linears.kinds) >= 4
     assert answers(folder, PROMPTS, 8, "stored") == oracles_answers(folder, PROMPTS, 8)

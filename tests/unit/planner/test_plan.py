@@ -137,6 +137,20 @@ EXAMPLES = {
     },
     "gpt-oss-20b": GPT_OSS | {"num_hidden_layers": 24, "num_local_experts": 32},
     "gpt-oss-120b": GPT_OSS | {"num_hidden_layers": 36, "num_local_experts": 128},
+    "DeepSeek-V3 in FP8": {
+        "model_type": "deepseek_v3",
+        "hidden_size": 7168,
+        "intermediate_size": 18_432,
+        "moe_intermediate_size": 2048,
+        "num_hidden_layers": 61,
+        "num_attention_heads": 128,
+        "num_key_value_heads": 128,
+        "n_routed_experts": 256,
+        "num_experts_per_tok": 8,
+        "vocab_size": 129_280,
+        "max_position_embeddings": 163_840,
+        "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]},
+    },
 }
 """Shapes of the examples in the README, of their config.json."""
 
@@ -521,6 +535,20 @@ def test_a_model_has_no_more_groups_than_experts(said: Callable[..., str], tmp_p
     few = config_of(tmp_path, QWEN3_30B | {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 49_152})
     settings = served(said(str(few), "--gpus", "8", "--tokens", "32"))
     assert (settings.expert_groups or 1) <= 2
+
+
+def test_what_a_model_of_a_trillion_holds_is_written_out(said: Callable[..., str], tmp_path: Path) -> None:
+    """Kimi-K2 in FP8, whose tokens take 70,272 bytes each: 61 layers of 576 numbers."""
+    kimi = EXAMPLES["DeepSeek-V3 in FP8"] | {"model_type": "kimi_k2", "num_attention_heads": 64, "n_group": 1}
+    kimi |= {"num_key_value_heads": 64, "n_routed_experts": 384, "topk_group": 1, "first_k_dense_replace": 1}
+    base = {"tie_word_embeddings": False, "dtype": "bfloat16", "vocab_size": 163_840}
+    (tmp_path / "config.json").write_text(json.dumps(kimi | base))
+    text = said(str(tmp_path), "--gpus", "16", "--gpu", "h200", "--tokens", "256")
+    assert "1,026 billion parameters, 1,038 GB" in text
+    [gib] = re.findall(r"--kv-memory-gib (\d+)", text)
+    [requests] = re.findall(r"At most ([0-9,]+) requests of 1,024", text)
+    gpus = re.findall(r"--layout disaggregated --workers (\d+)", text) or ["16"]
+    assert int(requests.replace(",", "")) == int(gpus[0]) * int(int(gib) * 2**30 / (1024 * 70_272))
 
 
 def in_the_readme() -> list[tuple[str, str, str]]:
