@@ -14,6 +14,7 @@ from torch import Tensor
 
 from services.errors import ConfigError, OutOfMemory
 from services.model.spec import ModelSpec
+from services.model.state_cache import StateCache
 
 ROOM_GIB = 4.0
 """Of a GPU's free memory, what is left to activations and CUDA graphs by the advice to lower the KV cache."""
@@ -23,18 +24,29 @@ class KVCache:
     """Keys and values of ``num_blocks`` blocks, zeroed: padded lanes read unwritten slots with a weight of 0.
 
     One spare block takes the rows of no sequence and is never read. In addition to its keys and values a slot keeps the
-    id of its token, 8 bytes, for :mod:`services.attention.sampling.histories`.
+    id of its token, 8 bytes, for :mod:`services.attention.sampling.histories`. Recurrent layers have ``state_slots``
+    states instead, none of them zeroed.
 
     Raises (constructor):
         OutOfMemory: the device has no room for them.
     """
 
     def __init__(
-        self, spec: ModelSpec, *, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+        self,
+        spec: ModelSpec,
+        *,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        state_slots: int = 0,
     ) -> None:
         parts, heads, size = spec.kv_shape
         self._shape = parts, num_blocks + 1, block_size, heads, size
-        self._count, self._dtype, self._device = len(spec.layers), dtype, device
+        self._dtype, self._device = dtype, device
+        attending = (index for index, layer in enumerate(spec.layers) if not layer.recurrent)
+        self._number_of = {layer: number for number, layer in enumerate(attending)}
+        self._states = StateCache(spec, slots=state_slots, device=device) if spec.recurrent_layers else None
         self._nbytes = num_blocks * block_bytes(spec, block_size=block_size, dtype=dtype)
         self.num_blocks, self.block_size = num_blocks, block_size
         self.spare_slot = num_blocks * block_size
@@ -43,11 +55,11 @@ class KVCache:
 
     def allocate(self) -> None:
         """Take the memory, zeroed. Raises OutOfMemory."""
+        if self._states is not None:
+            self._states.allocate()
         most = _most(self._device)
         try:
-            self._layers = [
-                torch.zeros(self._shape, dtype=self._dtype, device=self._device) for _ in range(self._count)
-            ]
+            self._layers = [torch.zeros(self._shape, dtype=self._dtype, device=self._device) for _ in self._number_of]
         except RuntimeError as error:
             raise OutOfMemory(
                 f"{self.num_blocks} KV blocks take {self._nbytes / 2**30:.3g} GiB, more than the memory of "
@@ -61,16 +73,23 @@ class KVCache:
     def free(self) -> None:
         """Give the memory back, with all that it holds, until :meth:`allocate`."""
         self._layers = []
+        if self._states is not None:
+            self._states.free()
         self.token_ids_S = torch.empty(0, dtype=torch.int64, device=self._device)
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
         """Return ``(k_NBKH, v_NBKH)`` of one layer."""
-        kv_2NBKH = self._layers[layer]
+        kv_2NBKH = self._layers[self._number_of[layer]]
         return kv_2NBKH[0], kv_2NBKH[1]
 
     def latents(self, layer: int) -> Tensor:
         """Return ``latents_NBZ`` of one layer, of a model whose keys and values come of latents."""
-        return self._layers[layer][0].squeeze(2)
+        return self._layers[self._number_of[layer]][0].squeeze(2)
+
+    def states(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Return the recurrent states of one layer, as :meth:`StateCache.layer` does."""
+        assert self._states is not None, "the model has recurrent layers"
+        return self._states.layer(layer)
 
     def write_tokens(self, slots_T: Tensor, token_ids_T: Tensor) -> None:
         """Put a step's tokens into their slots. Both tensors are int64."""

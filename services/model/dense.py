@@ -31,8 +31,10 @@ from services.model.latent_attention import LatentAttention
 from services.model.latent_plan import LatentPlanner
 from services.model.paged_attention import AttentionPlan, WindowPlan, WindowPlanner, attend, compute_dtype
 from services.model.products import FastestProducts, Products
+from services.model.recurrent import Recurrence
 from services.model.rope import cos_sin, inverse_frequencies
 from services.model.spec import ModelSpec
+from services.model.state_plan import StatePlan, plan_states
 from services.model.tiled_attention import TilePlanner
 from services.model.weights import DenseWeights, FfnWeights, LayerWeights
 from services.model.work_lists import WorkLists
@@ -59,6 +61,9 @@ class DenseModel:
         self._weights = weights
         self.attention_dtype = compute_dtype(self.dtype, self.device)
         self._qk_norms = tuple(self._qk_norm(layer) for layer in weights.layers)
+        self._norms = tuple((self._scale(one.attention_norm_D), self._scale(one.ffn_norm_D)) for one in weights.layers)
+        self._last_norm_D = self._scale(weights.norm_D)
+        self._recurrences = [self._recurrence(layer) for layer in weights.layers]
         self._frequency_I = inverse_frequencies(spec.rope, spec.head_dim).to(self.device)
         self._latent: LatentAttention | None = None
         self._work_lists: WorkLists | None = None
@@ -91,7 +96,12 @@ class DenseModel:
             if latent is None
             else LatentPlanner(latent, block_size=block_size, device=self.device).plan(inputs),
             by_window={window: self._window_plan(inputs, window, block_size) for window in windows},
+            states=self._states(inputs),
         )
+
+    def _states(self, inputs: StepInputs) -> StatePlan | None:
+        recurrent = self.spec.recurrent
+        return None if recurrent is None else plan_states(inputs, recurrent.conv - 1, self.device)
 
     def _window_plan(self, inputs: StepInputs, window: int | None, block_size: int) -> WindowPlan:
         if (self.products.invariant or self.spec.sinks) and inputs.paged is None:
@@ -111,17 +121,29 @@ class DenseModel:
     def attention(
         self, layer: int, x_TD: Tensor, added: Added, plan: AttentionPlan, kv: PagedKV
     ) -> tuple[Tensor, Tensor]:
-        """Return the rows with ``added``, and what the attention of layer ``layer`` adds to them.
+        """Return the rows with ``added``, and what the attention of layer ``layer``, or its recurrence, adds to them.
 
-        Writes the step's keys and values of the layer into ``kv``.
+        Writes the step's keys and values of the layer, or the states after it, into ``kv``.
         """
         weights = self._weights.layers[layer]
-        x_TD, h_TD = self._norm(x_TD, added, weights.attention_norm_D)
+        x_TD, h_TD = self._norm(x_TD, added, self._norms[layer][0])
         if self._latent is not None:
             out_TE = self._latent(weights, h_TD, plan, kv.latents(layer))
             return x_TD, self.products.linear(out_TE, weights.o_DO, weights.o_bias_D)
+        projected_TO = self.products.linear(h_TD, weights.qkv_OD, weights.qkv_bias_O)
+        recurrence = self._recurrences[layer]
+        if recurrence is None:
+            out_TE = self._attended(layer, projected_TO.to(self.attention_dtype), plan, kv)
+        else:
+            assert plan.states is not None
+            out_TE = recurrence(projected_TO, plan.states, kv.states(layer))
+        return x_TD, self.products.linear(out_TE.to(self.dtype), weights.o_DO, weights.o_bias_D)
+
+    def _attended(self, layer: int, qkv_TO: Tensor, plan: AttentionPlan, kv: PagedKV) -> Tensor:
         window_plan = plan.by_window[self.spec.layers[layer].window]
-        qkv_TO = self.products.linear(h_TD, weights.qkv_OD, weights.qkv_bias_O).to(self.attention_dtype)
+        gate_TE = None
+        if self.spec.output_gate:
+            qkv_TO, gate_TE = self._without_gate(qkv_TO)
         cache = kv.layer(layer)
         rotated = plan.cos_T1R.shape[2] if self.spec.layers[layer].rotated else 0
         angles = plan.cos_T1R[..., :rotated], plan.sin_T1R[..., :rotated]
@@ -137,12 +159,19 @@ class DenseModel:
             interleaved=self.spec.rope.interleaved,
             kv=window_plan.reads_own,
         )
-        out_TE = attend(window_plan, q_TNH, own, cache, weights.sinks_N)
-        return x_TD, self.products.linear(out_TE.to(self.dtype), weights.o_DO, weights.o_bias_D)
+        out_TE = attend(window_plan, q_TNH, own, cache, self._weights.layers[layer].sinks_N)
+        return out_TE if gate_TE is None else out_TE * torch.sigmoid(gate_TE)
+
+    def _without_gate(self, qkv_TO: Tensor) -> tuple[Tensor, Tensor]:
+        """Return queries, keys and values, and the gate, which lies behind each query head."""
+        spec = self.spec
+        qg_TO, kv_TO = qkv_TO.split_with_sizes((spec.q_rows, 2 * spec.kv_size), dim=1)
+        q_TNH, gate_TNH = qg_TO.reshape(len(qg_TO), spec.num_heads, -1).chunk(2, dim=2)
+        return torch.cat((q_TNH.flatten(1), kv_TO), dim=1), gate_TNH.flatten(1)
 
     def ffn_input(self, layer: int, x_TD: Tensor, y_TD: Tensor) -> tuple[Tensor, Tensor]:
         """Return the rows with ``y_TD``, and normalised as router, experts and dense networks read them."""
-        return self._norm(x_TD, (y_TD,), self._weights.layers[layer].ffn_norm_D)
+        return self._norm(x_TD, (y_TD,), self._norms[layer][1])
 
     def route(self, layer: int, h_TD: Tensor, keep_T: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return ``expert_ids_TK`` int64 and ``weights_TK`` float32 of a layer with experts.
@@ -187,7 +216,7 @@ class DenseModel:
 
     def logits(self, x_RD: Tensor) -> Tensor:
         """Return the logits ``logits_RV``, float32, of rows after the last layer."""
-        _, h_RD = self._norm(x_RD, (), self._weights.norm_D)
+        _, h_RD = self._norm(x_RD, (), self._last_norm_D)
         return self.products.linear(h_RD, self._weights.lm_head_VD).float()
 
     def _ffn(self, weights: FfnWeights, h_TD: Tensor) -> Tensor:
@@ -205,7 +234,16 @@ class DenseModel:
         sizes = self.spec.num_heads, self.spec.num_kv_heads
         parts = zip((weights.q_norm, weights.k_norm), sizes, strict=True)
         norms = [norm.view(-1, self.spec.head_dim).expand(heads, -1) for norm, heads in parts]
-        return torch.cat(norms).to(self.attention_dtype)
+        return self._scale(torch.cat(norms)).to(self.attention_dtype)
+
+    def _scale(self, weight: Tensor) -> Tensor:
+        """Return what a norm with ``weight`` multiplies by."""
+        return (weight.float() + 1).to(weight.dtype) if self.spec.centred_norms else weight
+
+    def _recurrence(self, weights: LayerWeights) -> Recurrence | None:
+        if weights.recurrent is None or self.spec.recurrent is None:
+            return None
+        return Recurrence(self.spec.recurrent, weights.recurrent, self.spec.rms_eps)
 
 
 def summed(x_TD: Tensor, added: Added) -> Tensor:

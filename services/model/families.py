@@ -8,6 +8,7 @@ from pathlib import Path
 from services.errors import CheckpointError, UnsupportedModel
 from services.model.configfile import ConfigFile, read_config, read_generation_config
 from services.model.family_configs import END_TOKENS, FAMILIES
+from services.model.recurrent_configs import text_config
 from services.model.spec import ModelSpec
 
 MAX_EXPERTS = 1 << 18
@@ -16,7 +17,7 @@ MAX_EXPERTS = 1 << 18
 
 def spec_from_config(model_dir: Path) -> ModelSpec:
     """Return the spec of the checkpoint in ``model_dir``, checked, without its fingerprint."""
-    config = read_config(model_dir)
+    config = text_config(read_config(model_dir))
     family = config.text("model_type")
     if family not in FAMILIES:
         raise _unknown(family, config)

@@ -25,6 +25,7 @@ from services.model.family_keys import (
     windows_by_type,
 )
 from services.model.latent_config import deepseek_v2, deepseek_v3, glm4_moe_lite
+from services.model.recurrent_configs import qwen3_5_moe, qwen3_next
 from services.model.spec import LayerSpec, ModelSpec, RouterSpec
 
 EndTokens = tuple[int, ...]
@@ -293,7 +294,10 @@ FAMILIES: Mapping[str, Callable[[ConfigFile, EndTokens], ModelSpec]] = {
     "mixtral": _mixtral,
     "olmoe": _olmoe,
     "qwen2_moe": _qwen2_moe,
+    "qwen3_5_moe": qwen3_5_moe,
+    "qwen3_5_moe_text": qwen3_5_moe,
     "qwen3_moe": _qwen3_moe,
+    "qwen3_next": qwen3_next,
     "solar_open": _solar_open,
 }
 """How ``config.json`` of each family is read: by the name in ``model_type``, given the tokens that end a sequence."""

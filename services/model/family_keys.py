@@ -153,7 +153,7 @@ def sparse_after(config: ConfigFile, dense: int, windows: Iterable[int | None] |
 
 def sparse_by_list(config: ConfigFile, dense: int, windows: list[int | None]) -> list[LayerSpec]:
     """``mlp_layer_types`` says which layers have experts; without it all but the first ``dense``."""
-    kinds = _by_layer(config, "mlp_layer_types", "dense", "sparse")
+    kinds = by_layer(config, "mlp_layer_types", "dense", "sparse")
     layers = sparse_after(config, dense, windows)
     if not kinds:
         return layers
@@ -188,14 +188,14 @@ def windows_by_type(config: ConfigFile, sliding: list[bool], window: int | None)
     Raises:
         CheckpointError: there is no window, and a layer that has one.
     """
-    types = _by_layer(config, "layer_types", "full_attention", "sliding_attention")
+    types = by_layer(config, "layer_types", "full_attention", "sliding_attention")
     chosen = [kind == "sliding_attention" for kind in types] if types else sliding
     if window is None and any(chosen):
         raise config.wrong("sliding_window", "a whole number above 0, for layers of sliding attention", None)
     return [window if one else None for one in chosen]
 
 
-def _by_layer(config: ConfigFile, key: str, *allowed: str) -> tuple[str, ...]:
+def by_layer(config: ConfigFile, key: str, *allowed: str) -> tuple[str, ...]:
     """Return the list under ``key``, which has a word for each layer; () where there is none. Raises CheckpointError
     for other words, or another number of them."""
     count, found = layer_count(config), config.strings(key)

@@ -16,6 +16,7 @@ from services.model.dense_format import NO_LINEARS, HeldLinears, linears_held
 from services.model.expert_format import Kind
 from services.model.held_experts import StoredKind, why_dense
 from services.model.names import LM_HEAD, FfnNames, TensorNames, dense_shapes, first_projections
+from services.model.recurrent_names import OUT, in_projections
 from services.model.spec import ModelSpec
 
 log = logging.getLogger(__name__)
@@ -36,10 +37,12 @@ class Linear:
 
 
 def qkv(spec: ModelSpec, layer: int) -> Linear:
-    """The projections of a layer to queries, keys and values, or to latents."""
-    parts, rows = zip(*first_projections(spec).items(), strict=True)
-    names = tuple(TensorNames(spec.family).layer(layer, f"self_attn.{part}.weight") for part in parts)
-    return Linear(names=names, rows=rows, columns=spec.hidden_size)
+    """The projections of a layer to queries, keys and values, or to latents, and of what else its rows become."""
+    rows = {f"self_attn.{part}.weight": size for part, size in first_projections(spec).items()}
+    if spec.layers[layer].recurrent and spec.recurrent is not None:
+        rows = in_projections(spec.recurrent)
+    names = tuple(TensorNames(spec.family).layer(layer, part) for part in rows)
+    return Linear(names=names, rows=tuple(rows.values()), columns=spec.hidden_size)
 
 
 def latent_queries(spec: ModelSpec, layer: int) -> Linear | None:
@@ -53,8 +56,11 @@ def latent_queries(spec: ModelSpec, layer: int) -> Linear | None:
 
 def output(spec: ModelSpec, layer: int) -> Linear:
     """The projection of a layer's attention back to its rows."""
-    name = TensorNames(spec.family).layer(layer, "self_attn.o_proj.weight")
-    return Linear(names=(name,), rows=(spec.hidden_size,), columns=spec.o_size)
+    part, columns = "self_attn.o_proj.weight", spec.o_size
+    if spec.layers[layer].recurrent and spec.recurrent is not None:
+        part, columns = OUT, spec.recurrent.values
+    name = TensorNames(spec.family).layer(layer, part)
+    return Linear(names=(name,), rows=(spec.hidden_size,), columns=columns)
 
 
 def network(spec: ModelSpec, names: FfnNames, width: int) -> tuple[Linear, Linear]:

@@ -8,7 +8,7 @@ H head dimension.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import msgspec
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from moe_kernels.paged_attention.trees import TreeRows
 from moe_kernels.paged_attention.work import Work
+from services.model.state_room import Kept
 
 
 class PagedKV(Protocol):
@@ -42,6 +43,9 @@ class PagedKV(Protocol):
 
     def latents(self, layer: int) -> Tensor:
         """Return ``latents_NBZ`` of one layer likewise, of a model whose keys and values come of latents."""
+
+    def states(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Return ``(conv_SPC, matrix_SHKV)`` of one recurrent layer, by slot, as :class:`StateCache` has them."""
         ...
 
 
@@ -104,10 +108,26 @@ class PagedPieces:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class StateRows:
+    """Slots of recurrent states that each sequence of the step, decodes first, starts from and ends with. A step reads
+    no slot that it writes, so it can run again. With ``paged`` rows each one is a sequence."""
+
+    read_S: Tensor
+    write_S: Tensor
+    kept: tuple[Kept, ...] = ()
+
+    def part(self, first: int, end: int) -> StateRows:
+        """Return those of the sequences ``first .. end``."""
+        kept = (replace(one, sequence=one.sequence - first) for one in self.kept if first <= one.sequence < end)
+        return StateRows(read_S=self.read_S[first:end], write_S=self.write_S[first:end], kept=tuple(kept))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StepInputs:
     """One step. All tensors are int64 on the model's device; rows are in the order of ``decodes`` and ``sequences``.
 
-    With ``paged`` there are neither ``decodes`` nor ``sequences``: it describes every row of the step.
+    With ``paged`` there are neither ``decodes`` nor ``sequences``: it describes every row of the step. ``states`` is
+    there for models with recurrent layers.
     """
 
     token_ids_T: Tensor
@@ -117,6 +137,7 @@ class StepInputs:
     logits_rows_R: Tensor
     decodes: DecodeRows | None = None
     paged: PagedRows | PagedPieces | None = None
+    states: StateRows | None = None
 
     @property
     def sizes(self) -> list[tuple[int, int]]:

@@ -57,10 +57,11 @@ def _fingerprint(spec: ModelSpec, model_dir: Path) -> str:
     if spec.quantisation is None:
         del fields["quantisation"]  # nor this one
     _leave_out(fields, spec, "shared_gated", "mtp_layers", "sinks", "expert_bias", "expert_activation", "latent")
+    _leave_out(fields, spec, "recurrent", "output_gate", "centred_norms")
     _leave_out(fields["rope"], spec.rope, "dim", "interleaved")
     _leave_out(fields["router"], spec.router, "bias", "groups", "top_groups", "group_score", "logit_bias")
     for values, layer in zip(fields["layers"], spec.layers, strict=True):
-        _leave_out(values, layer, "rotated")
+        _leave_out(values, layer, "rotated", "recurrent")
     content = json.dumps([fields, weights], sort_keys=True)
     return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
 

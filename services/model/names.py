@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from services.model.recurrent_names import recurrent_shapes
 from services.model.spec import ModelSpec
 
 Shape = tuple[int, ...]
@@ -57,7 +58,7 @@ _MIXTRAL = _Parts(
 _FAMILIES = {
     "mixtral": _MIXTRAL,
     "minimax_m2": _MIXTRAL,
-    "qwen2_moe": _Parts(shared="mlp.shared_expert"),
+    **dict.fromkeys(("qwen2_moe", "qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text"), _Parts(shared="mlp.shared_expert")),
     "ernie4_5_moe": _Parts(bias="mlp.moe_statics.e_score_correction_bias", bias_in_a_row=True),
     "exaone_moe": _Parts(bias="mlp.e_score_correction_bias"),
     "gpt_oss": _Parts(router="mlp.router", together=True),
@@ -65,7 +66,7 @@ _FAMILIES = {
 }
 _MTP_TENSORS = {
     "ernie4_5_moe": "model.mtp_",
-    "exaone_moe": "mtp.",
+    **dict.fromkeys(("exaone_moe", "qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text"), "mtp."),
 }
 """With what names begin of the parts that predict tokens further ahead, where these are no layers like the others."""
 
@@ -178,8 +179,10 @@ def is_mtp(name: str, spec: ModelSpec) -> bool:
 
 def _attention_shapes(spec: ModelSpec, layer: int) -> dict[str, Shape]:
     sizes = first_projections(spec)
-    width = spec.hidden_size
+    width, names = spec.hidden_size, TensorNames(spec.family)
     shapes: dict[str, Shape] = {"input_layernorm.weight": (width,), "post_attention_layernorm.weight": (width,)}
+    if spec.layers[layer].recurrent:
+        return {names.layer(layer, part): shape for part, shape in (shapes | recurrent_shapes(spec)).items()}
     shapes |= {f"self_attn.{part}.weight": (size, width) for part, size in sizes.items()}
     shapes["self_attn.o_proj.weight"] = (width, spec.o_size)
     shapes |= _latent_shapes(spec)
@@ -193,7 +196,6 @@ def _attention_shapes(spec: ModelSpec, layer: int) -> dict[str, Shape]:
         shapes["self_attn.k_norm.weight"] = (spec.head_dim if per_head else spec.kv_size,)
     if spec.sinks:
         shapes["self_attn.sinks"] = (spec.num_heads,)
-    names = TensorNames(spec.family)
     return {names.layer(layer, part): shape for part, shape in shapes.items()}
 
 
@@ -201,7 +203,7 @@ def first_projections(spec: ModelSpec) -> dict[str, int]:
     """Return what attention projects a layer's rows to, and the rows of each projection."""
     latent = spec.latent
     if latent is None:
-        return {"q_proj": spec.q_size, "k_proj": spec.kv_size, "v_proj": spec.kv_size}
+        return {"q_proj": spec.q_rows, "k_proj": spec.kv_size, "v_proj": spec.kv_size}
     query = {"q_a_proj": latent.query_rank} if latent.query_rank else {"q_proj": spec.q_size}
     return query | {"kv_a_proj_with_mqa": latent.size}
 

@@ -30,6 +30,7 @@ from services.model import tiled_attention
 from services.model.inputs import DecodeRows, PagedPieces, PagedRows, SequenceRows, StepInputs
 from services.model.latent_plan import LatentPlan
 from services.model.length_groups import group_by_length
+from services.model.state_plan import StatePlan
 from services.model.tiled_attention import Tiles
 from services.model.transfer import upload
 
@@ -90,6 +91,7 @@ class AttentionPlan:
     sin_T1R: Tensor
     by_window: dict[int | None, WindowPlan]
     latent: LatentPlan | None = None
+    states: StatePlan | None = None
 
 
 class WindowPlanner:

@@ -24,6 +24,7 @@ from services.model.checkpoint import Checkpoint
 from services.model.held_experts import held_experts
 from services.model.load_spec import load_spec
 from services.model.names import EMBED, FINAL_NORM, LM_HEAD, FfnNames, TensorNames, dense_shapes
+from services.model.recurrent_reference import recurrent_output
 from services.model.rope import inverse_frequencies
 from services.model.spec import LatentSpec, ModelSpec
 
@@ -138,7 +139,8 @@ class ReferenceModel:
         margin_T = torch.full((len(token_ids),), math.inf)
         for layer in range(self.spec.num_layers):
             h_TD = self._norm(x_TD, self._names.layer(layer, "input_layernorm.weight"))
-            x_TD = x_TD + self._attention(layer, h_TD)
+            mixed = self._recurrence if self.spec.layers[layer].recurrent else self._attention
+            x_TD = x_TD + mixed(layer, h_TD)
             h_TD = self._norm(x_TD, self._names.layer(layer, "post_attention_layernorm.weight"))
             if self.spec.layers[layer].kind == "dense":
                 y_TD = self._ffn(self._names.dense_ffn(layer), h_TD)
@@ -151,7 +153,7 @@ class ReferenceModel:
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
         root = torch.sqrt(x.square().mean(dim=-1, keepdim=True) + self.spec.rms_eps)
-        return x / root * self._tensors[name]
+        return x / root * (self._tensors[name] + self.spec.centred_norms)
 
     def _ffn(self, names: FfnNames, h_TD: Tensor) -> Tensor:
         gate, up, down = (self._tensors[name] for name in names.matrices)
@@ -186,12 +188,25 @@ class ReferenceModel:
         else:
             share_NTT = torch.softmax(score_NTT, dim=-1)
         out_NTH = share_NTT @ v_NTH
-        return self._linear(layer, "o", out_NTH.transpose(0, 1).flatten(1))
+        out_TE = out_NTH.transpose(0, 1).flatten(1)
+        return self._linear(layer, "o", out_TE * self._gate(layer, h_TD) if spec.output_gate else out_TE)
+
+    def _recurrence(self, layer: int, h_TD: Tensor) -> Tensor:
+        assert self.spec.recurrent is not None
+        part = lambda name: self._tensors[self._names.layer(layer, name)]  # noqa: E731
+        return recurrent_output(self.spec.recurrent, part, h_TD, self.spec.rms_eps)
+
+    def _gate(self, layer: int, h_TD: Tensor) -> Tensor:
+        """Return the gate of attention's output, whose projection lies behind that of each query head."""
+        x_TO = self._linear(layer, "q", h_TD)
+        return torch.sigmoid(x_TO.view(len(h_TD), self.spec.num_heads, -1)[..., self.spec.head_dim :].flatten(1))
 
     def _heads(self, layer: int, part: str, h_TD: Tensor) -> Tensor:
         """Return queries, keys or values ``[N, T, H]``; a key or value head is repeated for each query reading it."""
         spec, norm = self.spec, self._names.layer(layer, f"self_attn.{part}_norm.weight")
         x_TO = self._linear(layer, part, h_TD)
+        if part == "q" and spec.output_gate:
+            x_TO = x_TO.view(len(h_TD), spec.num_heads, -1)[..., : spec.head_dim].flatten(1)
         if spec.qk_norm == "projection" and part != "v":
             x_TO = self._norm(x_TO, norm)
         if spec.clip_qkv is not None:

@@ -85,13 +85,48 @@ class LatentSpec:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RecurrentSpec:
+    """Layers of gated delta rule (Yang et al. 2024, "Gated Delta Networks"): what they keep of a sequence is a state of
+    one size, however long it is.
+
+    Each key head serves ``value_heads / key_heads`` value heads; ``key_dim`` and ``value_dim`` are those of one head.
+    A short convolution goes before them, over ``conv`` tokens. ``by_head``: in the files the rows of the projections
+    lie by key head, not by what they make.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    conv: int
+    by_head: bool
+
+    @property
+    def channels(self) -> int:
+        """Columns of the convolution: all queries, keys and values of a token."""
+        return 2 * self.key_heads * self.key_dim + self.values
+
+    @property
+    def values(self) -> int:
+        """Elements of all values of a token, and of their gate."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def state_elements(self) -> int:
+        """Numbers that a layer keeps of a sequence: what the convolution looks back to, and a matrix for each head."""
+        return (self.conv - 1) * self.channels + self.value_heads * self.key_dim * self.value_dim
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LayerSpec:
     """One decoder layer. ``window`` counts the positions a token sees, itself included; None is all of them.
-    ``rotated``: queries and keys are turned by their positions."""
+    ``rotated``: queries and keys are turned by their positions. ``recurrent``: in place of attention it has the
+    recurrence that the model's :class:`RecurrentSpec` describes."""
 
     kind: Literal["moe", "dense"]
     window: int | None = None
     rotated: bool = True
+    recurrent: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,6 +144,8 @@ class ModelSpec:
     products of an expert have a bias.
     With ``latent`` a query has ``head_dim`` numbers, and there is one key head, the latent, of which values are a part;
     ``qkv_bias`` is then that of the projections to latents.
+    ``output_gate``: attention's output is multiplied by the sigmoid of a projection, which lies behind each query head.
+    ``centred_norms``: norms of rows, queries and keys multiply by 1 more than their weights.
     ``quantisation`` is how the weights lie on disk. ``experts`` and ``linears`` say how experts and other linear layers
     are held in memory, which ``with_weights`` decides, too, and adds to ``weights``; all other weights are in the
     serving dtype.
@@ -144,6 +181,9 @@ class ModelSpec:
     expert_bias: bool = False
     expert_activation: ExpertActivation = "swiglu"
     latent: LatentSpec | None = None
+    recurrent: RecurrentSpec | None = None
+    output_gate: bool = False
+    centred_norms: bool = False
     quantisation: Quantisation | None = None
     fingerprint: str = ""
     weights: str = ""
@@ -177,6 +217,21 @@ class ModelSpec:
         """What a layer keeps of a position: keys and values, or latents alone; heads; numbers of a head."""
         return (1, 1, self.latent.size) if self.latent else (2, self.num_kv_heads, self.head_dim)
 
+    @property
+    def q_rows(self) -> int:
+        """Rows of the projection to queries, and to the gate of the output if there is one."""
+        return self.q_size * (2 if self.output_gate else 1)
+
+    @property
+    def recurrent_layers(self) -> tuple[int, ...]:
+        """Indices of the layers that keep a state, and neither keys nor values."""
+        return tuple(index for index, layer in enumerate(self.layers) if layer.recurrent)
+
     def kv_bytes(self, itemsize: int) -> int:
         """Return the bytes of the keys and values of one token over all layers."""
-        return math.prod(self.kv_shape) * self.num_layers * itemsize
+        return math.prod(self.kv_shape) * (self.num_layers - len(self.recurrent_layers)) * itemsize
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the recurrent state of one sequence over all layers, in float32; 0 where no layer has one."""
+        return 0 if self.recurrent is None else 4 * len(self.recurrent_layers) * self.recurrent.state_elements

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from services.errors import CheckpointError, UnsupportedModel
+from services.model.entry_names import text_entries
 from services.model.header import DOWNLOAD_AGAIN, FLOATS, TensorEntry, read_header
 from services.model.load_spec import INDEX, read_index, unreadable
 from services.model.names import LM_HEAD, Shape, dense_shapes, expert_shapes, is_harmless
@@ -29,7 +30,7 @@ def tensor_entries(model_dir: Path, spec: ModelSpec) -> tuple[dict[str, TensorEn
         UnsupportedModel: weights of a type other than floating point in a checkpoint that is not quantised.
     """
     try:
-        entries = _read_entries(model_dir)
+        entries = text_entries(_read_entries(model_dir), spec)
     except OSError as error:
         raise unreadable(model_dir, error) from error
     sources = find_sources(entries, model_dir, spec)

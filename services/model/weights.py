@@ -25,6 +25,8 @@ from services.model.names import EMBED, FINAL_NORM, FfnNames, TensorNames, dense
 from services.model.progress import NoProgress, Progress
 from services.model.quantised_experts import QuantisedLoader, empty_weight
 from services.model.quantised_linears import Held, load_linears
+from services.model.recurrent import RecurrentWeights
+from services.model.recurrent_names import A_LOG, CONV, DT_BIAS, NORM
 from services.model.spec import ModelSpec
 from services.model.tensor_reads import Place
 from services.model.weight_source import FromCheckpoint, Tensors, WeightSource
@@ -40,7 +42,8 @@ class FfnWeights:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerWeights:
-    """The dense part of one layer. ``qkv`` holds the query heads, then the key heads, then the value heads.
+    """The dense part of one layer. ``qkv`` holds the query heads, then the key heads, then the value heads; of a layer
+    that is ``recurrent`` it holds all projections of its input, and ``o_DO`` that of its output.
 
     With latents ``qkv`` holds what projects to the latent of queries, or to queries, then to that of keys and values;
     both have a norm, ``q_norm`` and ``k_norm``. ``q_b`` makes queries, and ``kv_b`` for each head the part of a key
@@ -67,6 +70,7 @@ class LayerWeights:
     sinks_N: Tensor | None = None
     q_b_OL: Weight | None = None
     kv_b_OC: Tensor | None = None
+    recurrent: RecurrentWeights | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -252,6 +256,7 @@ def _dense_layer(reader: _Reader, spec: ModelSpec, layer: int) -> LayerWeights:
         return names.layer(layer, part)
 
     sizes = first_projections(spec)
+    recurrent = spec.layers[layer].recurrent
     has_experts = spec.layers[layer].kind == "moe"
     shared = has_experts and spec.shared_ffn > 0
     ffn: FfnWeights | None = None
@@ -265,11 +270,11 @@ def _dense_layer(reader: _Reader, spec: ModelSpec, layer: int) -> LayerWeights:
     return LayerWeights(
         attention_norm_D=reader.tensor(name("input_layernorm.weight")),
         qkv_OD=reader.linear(qkv(spec, layer)),
-        qkv_bias_O=reader.stacked(biases, [*sizes.values()]) if spec.qkv_bias else None,
-        q_norm=reader.tensor(q_norm) if q_norm else None,
-        k_norm=reader.tensor(k_norm) if k_norm else None,
+        qkv_bias_O=reader.stacked(biases, [*sizes.values()]) if spec.qkv_bias and not recurrent else None,
+        q_norm=reader.tensor(q_norm) if q_norm and not recurrent else None,
+        k_norm=reader.tensor(k_norm) if k_norm and not recurrent else None,
         o_DO=reader.linear(output(spec, layer)),
-        o_bias_D=reader.tensor(name("self_attn.o_proj.bias")) if spec.o_bias else None,
+        o_bias_D=reader.tensor(name("self_attn.o_proj.bias")) if spec.o_bias and not recurrent else None,
         ffn_norm_D=reader.tensor(name("post_attention_layernorm.weight")),
         ffn=ffn,
         shared_gate_1D=reader.tensor(names.shared_gate(layer)) if shared and spec.shared_gated else None,
@@ -281,6 +286,16 @@ def _dense_layer(reader: _Reader, spec: ModelSpec, layer: int) -> LayerWeights:
         sinks_N=reader.exact(names.sinks(layer)) if spec.sinks else None,
         q_b_OL=reader.linear(queries) if queries else None,
         kv_b_OC=reader.tensor(name("self_attn.kv_b_proj.weight")) if spec.latent else None,
+        recurrent=_recurrent(reader, name) if recurrent else None,
+    )
+
+
+def _recurrent(reader: _Reader, name: Callable[[str], str]) -> RecurrentWeights:
+    return RecurrentWeights(
+        conv_C1W=reader.tensor(name(CONV)),
+        dt_bias_H=reader.tensor(name(DT_BIAS), dtype=torch.float32),
+        a_log_H=reader.tensor(name(A_LOG), dtype=torch.float32),
+        norm_V=reader.tensor(name(NORM)),
     )
 
 

@@ -14,6 +14,7 @@ from services.model.held_experts import expert_bytes
 from services.model.held_linears import dense_bytes
 from services.model.names import EMBED, dense_shapes, expert_shapes
 from services.model.spec import ModelSpec
+from services.model.state_room import STATES_PER_SEQUENCE
 from services.placement import Batch, DoesNotFit, Gpus, Kernels, Link, Mode, Shapes, choose_mode
 from services.placement.planning.exchange_cost import Cost, Nodes, Rows, exchange_cost
 from services.placement.planning.layer_times import ACTIVATION_BYTES
@@ -110,8 +111,9 @@ def usual_kind(spec: ModelSpec) -> str:
 
 
 def kv_bytes(spec: ModelSpec, given: Namespace) -> float:
-    """Return the bytes of a request's keys and values, in whole blocks."""
-    return float(spec.kv_bytes(ACTIVATION_BYTES) * _BLOCK * math.ceil(given.context / _BLOCK))
+    """Return the bytes of a request's keys and values, in whole blocks, and of its recurrent states."""
+    pages = spec.kv_bytes(ACTIVATION_BYTES) * _BLOCK * math.ceil(given.context / _BLOCK)
+    return float(pages + STATES_PER_SEQUENCE * spec.state_bytes)
 
 
 def inside(given: Namespace) -> Link:

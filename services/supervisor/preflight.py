@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from services.attention.setup.batch_size import BatchSize, batch_size
 from services.attention.setup.capacity import USUAL_KV_GIB, Capacity, capacity
+from services.attention.setup.recurrent import beside_states, check_recurrent
 from services.config import Settings
 from services.errors import ConfigError
 from services.model.held_experts import check_slices, expert_bytes, held_experts, kept_on_cpu
@@ -21,6 +22,7 @@ from services.model.latent_config import check_invariance
 from services.model.load_spec import load_spec, tokenizer_file
 from services.model.names import dense_shapes, expert_shapes
 from services.model.spec import ModelSpec
+from services.model.state_room import STATES_PER_SEQUENCE
 from services.model.stored_kinds import StoredKinds
 from services.model.tensor_entries import tensor_entries
 from services.supervisor.gpus import Gpus, find_gpus
@@ -36,7 +38,8 @@ class Preview:
     """What the server will use. Sizes in bytes; ``expert_format`` and ``linear_format`` are empty where experts and
     other linear layers are dense, and ``kept_bytes`` is what a CPU keeps at most beside others. ``kv_bytes`` and
     ``room`` are those of one attention worker, None where it measures its GPU first; ``size`` is None where only the
-    worker knows its GPU."""
+    worker knows its GPU. ``kv_token_bytes`` are those of one token, ``state_bytes`` those of one recurrent state, 0
+    where the model has none."""
 
     device: str
     dtype: str
@@ -48,6 +51,8 @@ class Preview:
     kept_bytes: int
     room: Capacity | None
     kv_bytes: int | None
+    kv_token_bytes: int
+    state_bytes: int
     size: BatchSize | None
     gpu_memory_utilization: float
     gpus: int
@@ -65,6 +70,7 @@ class Preview:
             f"({_size(self.weight_bytes)} of weights{more})",
             *self._kept_lines(),
             *self._kv_lines(),
+            *self._state_lines(),
         ]
 
     def shares(self, settings: Settings) -> list[dict[str, object]]:
@@ -80,6 +86,14 @@ class Preview:
         return [
             f"{held}: on a CPU what their products take is made as they are used, and kept, which takes up to "
             f"{_size(self.kept_bytes)} more, if that leaves a twentieth of the machine's memory"
+        ]
+
+    def _state_lines(self) -> list[str]:
+        if not self.state_bytes:
+            return []
+        return [
+            f"recurrent layers: {_size(self.state_bytes)} for each state, of which each of the requests in a batch has "
+            f"{STATES_PER_SEQUENCE}, beside {_size(self.kv_token_bytes)} of keys and values for each token"
         ]
 
     def _kv_lines(self) -> list[str]:
@@ -108,11 +122,15 @@ def preflight(settings: Settings, find: Callable[[], Gpus] = find_gpus) -> Previ
     spec = load_spec(settings.model)
     _check_groups(settings, spec)
     check_invariance(spec, batch_invariant=settings.batch_invariant)
+    check_recurrent(settings, spec)
     dtype = spec.dtype if settings.dtype == "auto" else settings.dtype
     gpus = find()
     device = _device(settings.device, gpus)
     _check_gpus(settings, gpus)
-    blocks, room = _room(settings, spec, _BYTES[dtype], on_cpu=device == "cpu")
+    on_cpu = device == "cpu"
+    size = _batch(settings, None if on_cpu else min(gpus.memory)) if gpus.memory or on_cpu else None
+    size, kv_gib = _cache(settings, spec, size, on_cpu=on_cpu)
+    blocks, room = _room(settings, spec, _BYTES[dtype], kv_gib)
     tokenizer_file(settings.model)
     stored = StoredKinds(*tensor_entries(settings.model, spec))
     held = held_experts(spec, settings.held_experts, stored, settings.model)
@@ -124,7 +142,6 @@ def preflight(settings: Settings, find: Callable[[], Gpus] = find_gpus) -> Previ
     dense = sum(map(math.prod, dense_shapes(spec).values()))
     expert_nbytes = expert_bytes(spec, _BYTES[dtype])
     groups = settings.expert_groups or max(1, settings.seats)
-    known = bool(gpus.memory) or device == "cpu"
     return Preview(
         device=device,
         dtype=dtype,
@@ -136,27 +153,40 @@ def preflight(settings: Settings, find: Callable[[], Gpus] = find_gpus) -> Previ
         kept_bytes=kept_on_cpu(spec, dtype) + linears_kept_on_cpu(spec, dtype) if device == "cpu" else 0,
         room=room,
         kv_bytes=blocks and blocks * settings.block_size * spec.kv_bytes(_BYTES[dtype]),
-        size=batch_size(
-            seqs=settings.max_num_seqs,
-            tokens=settings.max_num_batched_tokens,
-            gpu_bytes=None if device == "cpu" else min(gpus.memory),
-        )
-        if known
-        else None,
+        kv_token_bytes=spec.kv_bytes(_BYTES[dtype]),
+        state_bytes=spec.state_bytes,
+        size=size,
         gpu_memory_utilization=settings.gpu_memory_utilization,
         gpus=0 if device == "cpu" else len(gpus.names),
         expert_worker_bytes=-(-expert_nbytes // groups) + EXPERT_WORKER_SPARE,
     )
 
 
-def _room(settings: Settings, spec: ModelSpec, itemsize: int, *, on_cpu: bool) -> tuple[int | None, Capacity | None]:
+def _cache(
+    settings: Settings, spec: ModelSpec, size: BatchSize | None, *, on_cpu: bool
+) -> tuple[BatchSize | None, float | None]:
+    """Return the batch, and the GiB of the KV cache beside recurrent states; None where the worker measures its GPU
+    first. Raises ConfigError."""
+    memory_gib = USUAL_KV_GIB if on_cpu and settings.kv_memory_gib is None else settings.kv_memory_gib
+    if memory_gib is None or size is None or settings.kv_blocks:
+        return size, memory_gib
+    asked = settings.max_num_seqs is not None
+    return beside_states(spec, size, memory_gib, asked=asked)
+
+
+def _batch(settings: Settings, gpu_bytes: int | None) -> BatchSize:
+    return batch_size(seqs=settings.max_num_seqs, tokens=settings.max_num_batched_tokens, gpu_bytes=gpu_bytes)
+
+
+def _room(
+    settings: Settings, spec: ModelSpec, itemsize: int, memory_gib: float | None
+) -> tuple[int | None, Capacity | None]:
     """Return the KV blocks and what they hold; None where the worker measures its GPU first.
 
     Raises:
         ConfigError: the length that was asked for does not fit, or never can.
     """
     block_bytes = settings.block_size * spec.kv_bytes(itemsize)
-    memory_gib = USUAL_KV_GIB if on_cpu and settings.kv_memory_gib is None else settings.kv_memory_gib
     blocks = settings.kv_blocks or (None if memory_gib is None else _blocks(memory_gib, block_bytes))
     asked, size = settings.max_model_len, settings.block_size
     found = capacity(

@@ -35,6 +35,8 @@ SEEDS = {
     "glm4_moe_lite": 0,
     "hy_v3": 0,
     "minimax_m2": 0,
+    "qwen3_5_moe_text": 3,
+    "qwen3_next": 1,
     "solar_open": 4,
 }
 APART = {"layout": "disaggregated", "expert_workers": 2, "expert_groups": 1}
@@ -51,6 +53,9 @@ ELSEWHERE: list[tuple[str, dict[str, Any]]] = [
     ("gpt_oss", SLICED),
     ("deepseek_v3", APART),
     ("deepseek_v3", COLOCATED),
+    ("qwen3_next", APART),
+    ("qwen3_next", COLOCATED),
+    ("qwen3_5_moe_text", APART),
 ]
 OPTIONS = {"served_model_name": "tiny", "dtype": "float32", "max_model_len": 128, "max_num_batched_tokens": 48}
 

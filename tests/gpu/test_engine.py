@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import random
+from pathlib import Path
+
 import pytest
 import torch
 from testkit.gpu.decode_bench import Parts, answers_of, load, request, run
+from testkit.models.tiny_models import CONFIGS, save_model
 from testkit.pocket.answers import END, MAX_TOKENS, POCKET, recorded
 
 from services.attention.step.cuda_graphs import CudaCapture
 from services.attention.step.pipeline import Lookahead
 from services.config.speculation import SpeculativeConfig
 from services.model.products import InvariantProducts
+from services.model.reference import ReferenceModel
 
 pytestmark = pytest.mark.gpu1
 GPU = torch.device("cuda", 0)
@@ -36,6 +41,27 @@ def test_answers_are_the_recorded_ones(pocket: Parts, graphs: bool, lookahead: L
     stats = engine.stats()
     assert (stats.graph_steps > 0) == graphs
     assert (stats.steps_ahead > 0) == (lookahead == "all")
+
+
+def test_recurrent_layers_answer_as_the_oracle(tmp_path: Path) -> None:
+    """Prompts by chunks, decodes by graph, steps ahead; half of the prompts begin alike, and blocks run out."""
+    save_model(tmp_path, CONFIGS["qwen3-next"])
+    draw, oracle = random.Random(1), ReferenceModel.load(tmp_path)
+    shared = [draw.randrange(96) for _ in range(20)]
+    prompts = [shared[: 20 * (at % 2)] + [draw.randrange(96) for _ in range(1 + 3 * at)] for at in range(12)]
+    parts = load(tmp_path, GPU, torch.float32)
+    engine = parts.engine(
+        CudaCapture(GPU), max_num_seqs=6, max_num_batched_tokens=40, kv_blocks=40, block_size=4, lookahead="all"
+    )
+    engine.prepare()
+    found = run(engine, [request(f"r{at}", prompt, 12) for at, prompt in enumerate(prompts)]).tokens
+    for at, prompt in enumerate(prompts):
+        tokens = list(prompt)
+        for _ in range(12):
+            tokens.append(int(oracle.logits(tokens)[-1].argmax()))
+        assert found[f"r{at}"] == tokens[len(prompt) :], at
+    stats = engine.stats()
+    assert min(stats.graph_steps, stats.steps_ahead, stats.prefix_hit_tokens, stats.prefill_chunks) > 0
 
 
 def _said(token_ids: list[int]) -> list[int]:

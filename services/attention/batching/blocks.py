@@ -12,18 +12,37 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import Protocol
 
 from services.attention.sequences.plan import Piece, StepPlan
 from services.attention.sequences.sequence import SequenceState
 from services.prefix import PrefixScope
 
 
-class BlockPool:
-    """``num_blocks`` blocks of ``block_size`` tokens each, numbered from 0."""
+class States(Protocol):
+    """Recurrent states of sequences, beside their blocks: ``state_slots.py`` has them."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def longest(self, state: SequenceState, names: Sequence[bytes], blocks: int) -> int: ...
+
+    def start(self, state: SequenceState, name: bytes) -> None: ...
+
+    def publish(self, state: SequenceState, names: Sequence[bytes]) -> None: ...
+
+    def complete(self, plan: StepPlan) -> None: ...
+
+    def retract(self, plan: StepPlan) -> None: ...
+
+    def end(self, state: SequenceState) -> None: ...
+
+
+class BlockPool:
+    """``num_blocks`` blocks of ``block_size`` tokens each, numbered from 0. ``states``: of sequences, beside their
+    blocks; None: the model has none."""
+
+    def __init__(self, num_blocks: int, block_size: int, states: States | None = None) -> None:
         assert num_blocks > 0
         assert block_size > 0
+        self.states = states
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.query_tokens = 0
@@ -142,10 +161,19 @@ class Prefixes:
         return self._enabled and state.scored is None
 
     def match(self, state: SequenceState) -> list[int]:
-        """Return cached blocks of the sequence. The last known token is recomputed: its row is what a draw needs."""
+        """Return cached blocks of the sequence. The last known token is recomputed: its row is what a draw needs. Where
+        sequences have recurrent states, blocks end where one is kept."""
         if not self.looks_up(state):
             return []
-        return self._pool.match(self._names(state))
+        names, states = self._names(state), self._pool.states
+        found = self._pool.match(names)
+        return found if states is None else found[: states.longest(state, names, len(found))]
+
+    def start(self, state: SequenceState, matched: int) -> None:
+        """Let ``state`` begin behind the ``matched`` blocks that :meth:`match` has found."""
+        state.computed, state.published = matched * self._pool.block_size, matched
+        if matched and self._pool.states is not None:
+            self._pool.states.start(state, self._names(state)[matched - 1])
 
     def under_way(self, pieces: Sequence[Piece]) -> set[bytes]:
         """Return the names that blocks get once ``pieces`` are computed."""
@@ -175,6 +203,8 @@ class Prefixes:
         for index in range(state.published, full):
             self._pool.publish(state.blocks[index], chain[index])
         state.published = full
+        if self._pool.states is not None:
+            self._pool.states.publish(state, chain)
 
 
 def make_room(pool: BlockPool, decodes: Sequence[SequenceState], ahead: int) -> bool:
@@ -216,12 +246,25 @@ class HeldBack:
         self._ahead = plan
 
     def completing(self, plan: StepPlan) -> None:
-        """Note that ``plan`` is completed or abandoned: sequences that end from now on are not in it."""
+        """Note that ``plan`` is completed: sequences that end from now on are not in it."""
+        self._done(plan)
+        if self._pool.states is not None:
+            self._pool.states.complete(plan)
+
+    def abandoning(self, plan: StepPlan) -> None:
+        """Note that ``plan`` is abandoned: sequences that end from now on are not in it, and it has left no states."""
+        self._done(plan)
+        if self._pool.states is not None:
+            self._pool.states.retract(plan)
+
+    def _done(self, plan: StepPlan) -> None:
         if plan is self._ahead:
             self._ahead = StepPlan()
 
     def release(self, state: SequenceState) -> None:
         """Release the blocks of ``state``, which has ended: now, or when the step ahead with its rows is done."""
+        if self._pool.states is not None:
+            self._pool.states.end(state)
         if state in self._ahead.states:
             self._blocks[state] = state.blocks
         else:

@@ -184,7 +184,7 @@ class BatchManager:
         """Drop ``plan``, which was launched ahead and whose rows have left nothing behind; whom it admitted stays. No
         sequence may have ended since."""
         assert all(state.blocks for state in plan.states)
-        self._held_back.completing(plan)
+        self._held_back.abandoning(plan)
 
     def complete(self, plan: StepPlan, outcomes: Sequence[Outcome]) -> list[int]:
         """Account for the step, except for sequences that ended meanwhile. Returns blocks of failures, to be zeroed."""
@@ -309,8 +309,7 @@ class BatchManager:
         if self._prefixes.looks_up(state):
             self.pool.count_lookup(len(state.token_ids), matched)
         state.blocks = self.pool.take(matched, new)
-        state.computed = len(matched) * self.pool.block_size
-        state.published = len(matched)
+        self._prefixes.start(state, len(matched))
         if not state.preempted:
             state.cached_tokens = min(state.computed, state.request.prompt_len)
             state.began_at = self._timer()

@@ -13,6 +13,7 @@ import torch
 
 from services.attention.engine_thread import SteppedEngine
 from services.attention.setup.fit import Fitting, announce
+from services.attention.setup.recurrent import check_recurrent
 from services.attention.setup.remote_link import remote_link
 from services.attention.setup.worker_plan import WorkerPlan
 from services.attention.step.cuda_graphs import CudaCapture
@@ -171,6 +172,7 @@ def served_model(settings: Settings, *, rank: int | None = None, weights: Weight
         torch.set_num_threads(settings.threads)
     weights = weights or FromCheckpoint()
     spec = weights.spec(settings.model, settings.held_experts, settings.dense_format)
+    check_recurrent(settings, spec)
     device = torch_device(settings.device, rank=rank)
     log.info("computing attention on %s", device)
     dtype = serving_dtype(settings.dtype, spec)

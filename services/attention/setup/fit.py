@@ -13,6 +13,7 @@ from services.attention.setup.batch_size import WITHOUT_GPU, BatchSize, batch_si
 from services.attention.setup.capacity import USUAL_KV_GIB, Capacity, capacity
 from services.attention.setup.measure import activations, gpu_memory
 from services.attention.setup.memory_plan import (
+    GIB,
     Demand,
     KVShape,
     Share,
@@ -20,7 +21,9 @@ from services.attention.setup.memory_plan import (
     exchange_demand,
     experts_demand,
     graphs_demand,
+    left_to_cache,
 )
+from services.attention.setup.recurrent import beside_states
 from services.attention.setup.worker_plan import Asked, Measured, WorkerPlan, crowd, fitting
 from services.config import Settings
 from services.fabric.link import ExpertLink
@@ -28,6 +31,7 @@ from services.model.dense import DenseModel
 from services.model.held_experts import expert_bytes
 from services.model.held_linears import dense_bytes
 from services.model.spec import ModelSpec
+from services.model.state_room import state_nbytes
 
 TOKEN_ID_BYTES = 8
 """Bytes of a slot of the KV cache for the id of its token."""
@@ -71,7 +75,9 @@ class Fitting:
             ConfigError: it holds less than the settings ask for.
         """
         settings, shape = self.settings, self._shape()
-        usual = USUAL_KV_GIB if settings.kv_memory_gib is None else settings.kv_memory_gib
+        usual, size = USUAL_KV_GIB if settings.kv_memory_gib is None else settings.kv_memory_gib, self.size()
+        if settings.kv_blocks is None:
+            size, usual = self._beside_states(size, usual)
         blocks = settings.kv_blocks or blocks_within(usual, self.spec, block_size=settings.block_size, dtype=self.dtype)
         room = capacity(
             kv_blocks=blocks,
@@ -80,8 +86,16 @@ class Fitting:
             asked=settings.max_model_len,
             max_position=self.spec.max_position,
         )
-        size = crowd(self.size(), self._asked(), room)
-        return WorkerPlan(room=room, size=size, kv_bytes=blocks * shape.block_bytes)
+        size = crowd(size, self._asked(), room)
+        return WorkerPlan(
+            room=room,
+            size=size,
+            kv_bytes=blocks * shape.block_bytes,
+            state_bytes=state_nbytes(self.spec, size.max_num_seqs),
+        )
+
+    def _beside_states(self, size: BatchSize, memory_gib: float) -> tuple[BatchSize, float]:
+        return beside_states(self.spec, size, memory_gib, asked=self.settings.max_num_seqs is not None)
 
     def plan(self, model: DenseModel, link: ExpertLink[Any] | None) -> WorkerPlan:
         """Return the plan of a worker whose weights are loaded. Measures steps, where the GPU's rest is the KV cache's.
@@ -96,19 +110,20 @@ class Fitting:
 
     def _measured(self, model: DenseModel, link: ExpertLink[Any] | None) -> WorkerPlan:
         settings, size = self.settings, self.size()
+        size, _ = self._beside_states(size, left_to_cache(gpu_memory(self.device), self._share()) / GIB)
         longest = min(settings.max_model_len or self.spec.max_position, self.spec.max_position)
         peak = activations(model, link, size=size, max_model_len=longest, block_size=settings.block_size)
         found = Measured(
             memory=gpu_memory(self.device),
             share=self._share(),
-            demand=self._demand(peak, size.max_num_batched_tokens),
+            demand=self._demand(peak, size),
         )
         shape = self._shape()
         shape = KVShape(block_size=shape.block_size, block_bytes=shape.block_bytes + TOKEN_ID_BYTES * shape.block_size)
         return fitting(size, self._asked(), found, shape, self.spec.max_position)
 
-    def _demand(self, peak: int, rows: int) -> Demand:
-        settings, spec, itemsize = self.settings, self.spec, self.dtype.itemsize
+    def _demand(self, peak: int, size: BatchSize) -> Demand:
+        settings, spec, itemsize, rows = self.settings, self.spec, self.dtype.itemsize, size.max_num_batched_tokens
         captured = not settings.enforce_eager and settings.layout != "lockstep"
         exchange = experts = 0
         if settings.uses_seats:
@@ -118,7 +133,12 @@ class Fitting:
             experts = experts_demand(
                 2 * rows, hidden=spec.hidden_size, width=spec.expert_ffn, slots=spec.top_k, itemsize=itemsize
             )
-        return Demand(activations=peak + experts, graphs=graphs_demand(peak, captured=captured), exchange=exchange)
+        return Demand(
+            activations=peak + experts,
+            graphs=graphs_demand(peak, captured=captured),
+            exchange=exchange,
+            states=state_nbytes(spec, size.max_num_seqs),
+        )
 
     def _asked(self) -> Asked:
         return Asked(max_model_len=self.settings.max_model_len, max_num_seqs=self.settings.max_num_seqs)

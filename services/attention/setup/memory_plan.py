@@ -77,15 +77,16 @@ class Share:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Demand:
-    """Bytes that steps need besides weights and KV cache."""
+    """Bytes that steps need besides weights and KV cache. ``states``: recurrent states."""
 
     activations: int = 0
     graphs: int = 0
     exchange: int = 0
+    states: int = 0
 
     @property
     def total(self) -> int:
-        return self.activations + self.graphs + self.exchange
+        return self.activations + self.graphs + self.exchange + self.states
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,6 +139,11 @@ def kv_blocks(memory: GpuMemory, share: Share, demand: Demand, shape: KVShape, *
         f"processes {gib(max(memory.others, share.reserved))} GiB.",
         hint=_way_out(memory, share, demand, least * shape.block_bytes, step),
     )
+
+
+def left_to_cache(memory: GpuMemory, share: Share) -> int:
+    """Return the bytes that are left besides weights: for steps, states and the KV cache."""
+    return max(0, _room(memory, share, Demand()))
 
 
 def check_weights(memory: GpuMemory, share: Share, weights: int) -> None:

@@ -15,6 +15,7 @@ from services.attention.setup.memory_plan import (
     gib,
     kv_blocks,
 )
+from services.model.state_room import FIRST_SLOT, STATES_PER_SEQUENCE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,12 +37,14 @@ class Measured:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerPlan:
-    """``measured`` is None where the settings give the size of the KV cache, and on CPUs."""
+    """``measured`` is None where the settings give the size of the KV cache, and on CPUs. ``state_bytes``: recurrent
+    states, beside the KV cache."""
 
     room: Capacity
     size: BatchSize
     kv_bytes: int
     measured: Measured | None = None
+    state_bytes: int = 0
 
     def line(self) -> str:
         """Return the plan in a line, for the log."""
@@ -51,13 +54,16 @@ class WorkerPlan:
             f"{size.max_num_seqs:,} sequences and {size.max_num_batched_tokens:,} tokens in a step",
             f"contexts of up to {room.max_model_len:,} tokens",
         ]
+        if self.state_bytes:
+            each = self.state_bytes // (STATES_PER_SEQUENCE * size.max_num_seqs + FIRST_SLOT)
+            parts.insert(1, f"recurrent states {gib(self.state_bytes)} GiB, {each / 1e6:.3g} MB each")
         if self.measured is not None:
             parts.insert(0, self._gpu(self.measured))
         return "memory plan: " + "; ".join(parts)
 
     def _gpu(self, found: Measured) -> str:
         memory, demand = found.memory, found.demand
-        planned = memory.own + demand.total + self.kv_bytes
+        planned = memory.own + demand.total + self.kv_bytes  # states are in the demand
         return (
             f"{gib(planned)} of the GPU's {gib(memory.total)} GiB (--gpu-memory-utilization "
             f"{found.share.utilization:g}{_divided(found.share)}): weights {gib(memory.allocated)}, CUDA context "
@@ -93,7 +99,13 @@ def fitting(size: BatchSize, asked: Asked, measured: Measured, shape: KVShape, m
         asked=asked.max_model_len,
         max_position=max_position,
     )
-    return WorkerPlan(room=room, size=crowd(size, asked, room), kv_bytes=blocks * shape.block_bytes, measured=measured)
+    return WorkerPlan(
+        room=room,
+        size=crowd(size, asked, room),
+        kv_bytes=blocks * shape.block_bytes,
+        measured=measured,
+        state_bytes=measured.demand.states,
+    )
 
 
 def crowd(size: BatchSize, asked: Asked, room: Capacity) -> BatchSize:

@@ -4,7 +4,8 @@ There is a graph for each number of rows that steps are rounded up to, for steps
 pieces of prompts (one for both where work lists are uniform), and for each key of the link (see
 :meth:`services.fabric.link.ExpertLink.graph_key`). Rows, lengths, blocks and seats are data on the device, so the same
 graph serves any sequences and any expert workers. Steps that suit no graph (very many rows, two micro-batches,
-exchanges by the host, pieces of prompts of a model without work lists) are left to the caller.
+exchanges by the host, pieces of prompts of a model without work lists or with recurrent layers, whose chunks are as the
+prompts are long) are left to the caller.
 Legend: T rows of the step, D hidden size.
 """
 
@@ -111,10 +112,11 @@ class StepGraphs(Generic[HandleT]):
             blocks=min(kv.num_blocks, max_len // kv.block_size + 1),
             block_size=kv.block_size,
             spare_slot=kv.spare_slot,
+            states=model.spec.recurrent is not None,
         )
         lists = model.work_lists()
         self._pieces = None
-        if lists is not None:
+        if lists is not None and not shape.states:
             self._pieces = FixedPieces(most, max_seqs, shape, lists, device, trees=trees)
         self._decodes: FixedInputs | None = self._pieces
         if lists is None or not lists.uniform:
@@ -138,8 +140,8 @@ class StepGraphs(Generic[HandleT]):
             ConfigError: memory does not suffice.
         """
         began = time.monotonic()
-        each = dict.fromkeys((self._pieces, self._decodes))
-        kinds = [(kind, rows) for kind in each if kind is not None for rows in reversed(kind.buckets)]
+        each = dict.fromkeys(kind for kind in (self._pieces, self._decodes) if kind is not None)
+        kinds = [(kind, rows) for kind in each for rows in reversed(kind.buckets)]
         for number, (kind, rows) in enumerate(kinds, start=1):  # the largest first: it sizes the pool
             try:
                 if not self._capture_rows(kind, rows):

@@ -17,6 +17,7 @@ import torch
 from services.attention.batching.blocks import BlockPool
 from services.attention.batching.manager import BatchManager
 from services.attention.batching.pace import Pace
+from services.attention.batching.state_slots import StateSlots
 from services.attention.kv_cache import KVCache, blocks_within
 from services.attention.sampling.sampler import Sampler
 from services.attention.sequences.plan import BatchLimits
@@ -38,6 +39,7 @@ from services.errors import InternalError
 from services.fabric.link import LOCAL, ExpertLink, RemoteLink
 from services.messages import GenerateRequest, TokenEvent
 from services.model.dense import DenseModel
+from services.model.state_room import state_slots
 from services.prefix import PrefixScope
 from services.runtime.tracing import Tracer
 
@@ -108,12 +110,16 @@ class Engine(Generic[HandleT]):
         )
         max_model_len = options.max_model_len or spec.max_position
         self._kv = KVCache(
-            spec, num_blocks=blocks, block_size=options.block_size, dtype=model.dtype, device=model.device
+            spec,
+            num_blocks=blocks,
+            block_size=options.block_size,
+            dtype=model.dtype,
+            device=model.device,
+            state_slots=state_slots(spec, options.max_num_seqs),
         )
         self._speculative_config = options.speculative_config
         self._capture, self._most = capture, (options.max_num_batched_tokens, options.max_num_seqs, max_model_len)
         self._graphs = self._new_graphs()
-        self._inputs = Flattener(options.block_size, model.device)
         self._limits = BatchLimits(
             max_num_seqs=options.max_num_seqs,
             max_num_batched_tokens=options.max_num_batched_tokens,
@@ -137,7 +143,9 @@ class Engine(Generic[HandleT]):
 
     def _reset(self) -> None:
         """Forget all requests, cached prefixes and figures."""
-        self._pool = BlockPool(self._kv.num_blocks, self._kv.block_size)
+        states = self._new_states()
+        self._pool = BlockPool(self._kv.num_blocks, self._kv.block_size, states)
+        self._inputs = Flattener(self._kv.block_size, self._device, states)
         traces = self._traces = None if self._tracing is None else SequenceTraces(self._tracing.tracer)
         drafting = self._new_drafting()
         self._batch = BatchManager(
@@ -161,6 +169,10 @@ class Engine(Generic[HandleT]):
                 traces=traces,
                 exchange=exchange,
             )
+
+    def _new_states(self) -> StateSlots | None:
+        slots = state_slots(self._model.spec, self._limits.max_num_seqs)
+        return StateSlots(slots, self._kv.block_size, keeps=self._limits.prefix_cache) if slots else None
 
     def _new_drafting(self) -> Drafting | None:
         if (config := self._speculative_config) is None:

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_kernels.paged_attention.work import Work
-from services.model.inputs import PagedPieces, PagedRows, StepInputs
+from services.model.inputs import PagedPieces, PagedRows, StateRows, StepInputs
+from services.model.state_room import SPARE_SLOT, ZERO_SLOT
 from services.model.work_lists import Planners, WorkLists, sequences_of, trees_of
 
 _MIN_ROWS = 8
@@ -26,11 +27,13 @@ _MIN_ROWS = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """Most blocks of a sequence, tokens of a block, and the slot of the KV cache for rows of no sequence."""
+    """Most blocks of a sequence, tokens of a block, and the slot of the KV cache for rows of no sequence. ``states``:
+    whether sequences have recurrent states."""
 
     blocks: int
     block_size: int
     spare_slot: int
+    states: bool = False
 
 
 class FixedInputs(ABC):
@@ -43,6 +46,8 @@ class FixedInputs(ABC):
         self._token_ids_T, self._positions_T, self._slots_T = (
             torch.zeros(rows, dtype=torch.int64, device=device) for _ in range(3)
         )
+        self._states_2T = torch.zeros(2, rows if shape.states else 0, dtype=torch.int64, device=device)
+        """Slots that each row's sequence reads and writes."""
 
     def of(self, rows: int) -> StepInputs:
         """Return the first ``rows`` rows, as views."""
@@ -53,7 +58,12 @@ class FixedInputs(ABC):
             sequences=(),
             logits_rows_R=self._positions_T[:0],
             paged=self._paged(rows),
+            states=self._states(rows),
         )
+
+    def _states(self, rows: int) -> StateRows | None:
+        read_T, write_T = self._states_2T[:, :rows]
+        return StateRows(read_S=read_T, write_S=write_T) if self._shape.states else None
 
     def fill(self, inputs: StepInputs, rows: int) -> None:
         """Copy the rows of ``inputs``. Those after them, up to ``rows``, are of no sequence."""
@@ -64,6 +74,9 @@ class FixedInputs(ABC):
             (self._slots_T, inputs.slots_T),
         ):
             fixed_T[:count].copy_(step_T, non_blocking=True)
+        if inputs.states is not None:
+            for fixed_T, step_S in zip(self._states_2T, (inputs.states.read_S, inputs.states.write_S), strict=True):
+                fixed_T[:count].copy_(step_S, non_blocking=True)
         self._fill(inputs, count, rows)
         self._clear_rows(count, rows)
 
@@ -76,6 +89,8 @@ class FixedInputs(ABC):
         if first < rows:
             self._token_ids_T[first:rows].zero_()
             self._slots_T[first:rows].fill_(self._shape.spare_slot)
+            self._states_2T[0, first:rows].fill_(ZERO_SLOT)
+            self._states_2T[1, first:rows].fill_(SPARE_SLOT)
 
     def _write(self, fixed_SM: Tensor, table_SM: NDArray[np.int32]) -> None:
         """Copy ``table_SM`` into the first rows and columns of ``fixed_SM``."""

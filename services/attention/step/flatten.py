@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -18,19 +19,22 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_kernels.paged_attention.trees import TreeRows
+from services.attention.batching.state_slots import StateSlots
 from services.attention.sequences.plan import Outcome, StepPlan
 from services.attention.sequences.sequence import SequenceState
 from services.attention.sequences.tree import TokenTree
-from services.model.inputs import DecodeRows, SequenceRows, StepInputs
+from services.model.inputs import DecodeRows, SequenceRows, StateRows, StepInputs
 from services.model.transfer import upload
 
 
 class Flattener:
-    """Flattens the plans of one engine, and keeps the decoding sequences' blocks from step to step."""
+    """Flattens the plans of one engine, and keeps the decoding sequences' blocks from step to step. ``states`` gives
+    out slots for recurrent states; None: the model has none."""
 
-    def __init__(self, block_size: int, device: torch.device) -> None:
+    def __init__(self, block_size: int, device: torch.device, states: StateSlots | None = None) -> None:
         self._block_size = block_size
         self._device = device
+        self._state_slots = states
         self._table = BlockTable(block_size)
         self._every_row = torch.empty(0, dtype=torch.int64)
         self._states: tuple[SequenceState, ...] = ()
@@ -80,7 +84,20 @@ class Flattener:
             sequences=tuple(sequences),
             logits_rows_R=upload(_array(draws + scores), self._device) if plan.prompts else self._first_rows(first),
             decodes=DecodeRows(kv_len_B=position_B + 1, blocks_BM=blocks_BM) if states else None,
+            states=self._state_rows(plan),
         )
+
+    def retract(self, plan: StepPlan) -> None:
+        """Forget that rows of ``plan`` were given out: its sequences are going to run again, in other plans."""
+        if self._state_slots is not None:
+            self._state_slots.retract(plan)
+
+    def _state_rows(self, plan: StepPlan) -> StateRows | None:
+        if self._state_slots is None:
+            return None
+        slots = self._state_slots.launch(plan)
+        read_S, write_S = self._tensors(_array(slots.read), _array(slots.write))
+        return StateRows(read_S=read_S, write_S=write_S, kept=tuple(slots.kept))
 
     def _first_rows(self, count: int) -> Tensor:
         """Return the row numbers ``0 .. count``, from a tensor that is kept."""
@@ -190,6 +207,13 @@ def split(inputs: StepInputs, at: int | None) -> tuple[StepInputs, ...]:
     """
     if at is None:
         return (inputs,)
+    first, second = _parts(inputs, at)
+    if (states := inputs.states) is None:
+        return first, second
+    return replace(first, states=states.part(0, at)), replace(second, states=states.part(at, len(states.read_S)))
+
+
+def _parts(inputs: StepInputs, at: int) -> tuple[StepInputs, StepInputs]:
     decodes = inputs.decodes
     if decodes is not None and at <= len(decodes):
         first = _part(inputs, slice(at), _cut(decodes, slice(at)), ())

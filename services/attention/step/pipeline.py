@@ -209,6 +209,7 @@ class StepPipeline:
         self._discard_ahead()
         if plan.chains and step.inputs is not None:  # a draft that is computed may be NaN, and nothing overwrites it
             self._kv.clear(step.inputs.slots_T)
+        self._inputs.retract(plan)
         if plan.sequences == 1 and not plan.chains:
             return [Outcome(error=_step_failed())]
         return [outcome for alone in plan.one_by_one() for outcome in self._alone(alone)]

@@ -48,6 +48,20 @@ _LATENTS = {
     "num_key_value_heads": 4,
     "first_k_dense_replace": 1,
 }
+_RECURRENT = _COMMON | {
+    "head_dim": 24,
+    "intermediate_size": 90,
+    "moe_intermediate_size": 36,
+    "shared_expert_intermediate_size": 30,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "rms_norm_eps": 1e-3,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 38,
+    "linear_value_head_dim": 14,
+    "layer_types": ["linear_attention", "full_attention"],
+}
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": _COMMON
@@ -86,6 +100,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "exaone_moe": _ROUTED_BY_SIGMOID
     | {"num_experts": 8, "sliding_window": 21, "layer_types": ["sliding_attention", "full_attention"]},
     "hy_v3": _ROUTED_BY_SIGMOID | {"num_experts": 8, "router_scaling_factor": 1.5},
+    "qwen3_next": _RECURRENT,
+    "qwen3_5_moe_text": _RECURRENT,
     "ernie4_5_moe": _ROUTED_BY_SIGMOID | {"moe_num_experts": 8, "moe_k": 2},
     "gpt_oss": _COMMON
     | {
@@ -131,6 +147,8 @@ def save_checkpoint(folder: Path, family: str, seed: int = 0, **overrides: Any) 
         for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
             if isinstance(parameter, torch.nn.Parameter) or name.endswith("correction_bias"):
                 parameter.copy_(_random_weight(name, parameter))
+            if FAMILIES[family] is _RECURRENT:
+                _suit_recurrent(name, parameter)
     model.save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     return folder
@@ -146,6 +164,13 @@ def _random_weight(name: str, parameter: torch.Tensor) -> torch.Tensor:
     if name.endswith(("gate.weight", "router.weight")):
         return noise * scale * 6
     return noise if "embed" in name else noise * scale
+
+
+def _suit_recurrent(name: str, parameter: torch.Tensor) -> None:
+    if "norm" in name and "linear_attn" not in name:
+        parameter -= 1  # these norms multiply by 1 more
+    if name.endswith("mlp.gate.weight"):
+        parameter /= 4  # choices compare probabilities, which are as good as 0 behind a first one that is near 1
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,10 +15,12 @@ from torch import Tensor
 from services.fabric.local import LocalLink
 from services.model.dense import Added, DenseModel, summed
 from services.model.experts import ExpertShard
-from services.model.inputs import SequenceRows, StepInputs
+from services.model.inputs import SequenceRows, StateRows, StepInputs
 from services.model.load_spec import load_spec
 from services.model.products import Products
 from services.model.spec import ModelSpec
+from services.model.state_cache import StateCache
+from services.model.state_room import FIRST_SLOT, ZERO_SLOT
 from services.model.weights import load_dense, load_experts
 
 BASE: dict[str, Any] = {
@@ -142,6 +145,24 @@ DEEPSEEK2: dict[str, Any] = {key: value for key, value in DEEPSEEK3.items() if k
     "model_type": "deepseek_v2",
     "routed_scaling_factor": 1.5,
 }
+QWEN3_NEXT: dict[str, Any] = {
+    "model_type": "qwen3_next",
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 18,
+    "shared_expert_intermediate_size": 10,
+    "head_dim": 24,
+    # At the usual 1e-6 heads whose output is nearly 0 make much of its rounding, in transformers as well.
+    "rms_norm_eps": 1e-3,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 38,
+    "linear_value_head_dim": 14,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}
+QWEN3_5: dict[str, Any] = {key: value for key, value in QWEN3_NEXT.items() if key != "model_type"} | {
+    "model_type": "qwen3_5_moe_text"
+}
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 500.0,
@@ -226,8 +247,30 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "glm4-lite": {key: value for key, value in DEEPSEEK3.items() if key != "first_k_dense_replace"}
     | {"model_type": "glm4_moe_lite", "mlp_layer_types": ["dense", "sparse", "dense"]},
+    "qwen3-next": QWEN3_NEXT,
+    "qwen3-next-mixed-layers": QWEN3_NEXT
+    | {
+        "num_hidden_layers": 4,
+        "layer_types": None,
+        "full_attention_interval": 2,
+        "mlp_only_layers": [1],
+        "linear_conv_kernel_dim": 3,
+        "linear_num_key_heads": 3,
+        "partial_rotary_factor": 0.75,
+        "norm_topk_prob": False,
+        "attention_bias": True,
+        "tie_word_embeddings": True,
+    },
+    "qwen3-next-yarn": QWEN3_NEXT | {"rope_parameters": YARN_ROPE | {"partial_rotary_factor": 0.5}, "head_dim": 16},
+    "qwen3.5": QWEN3_5,
+    "qwen3.5-one-kv-head": QWEN3_5
+    | {"num_key_value_heads": 1, "linear_num_value_heads": 2, "linear_conv_kernel_dim": 2},
     "olmoe-dynamic": OLMOE | {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1000.0}},
 }
+
+
+STATES = 64
+"""Recurrent states of the serving path below."""
 
 
 def save_model(folder: Path, config: dict[str, Any], *, shard_size: str = "1GB") -> Any:
@@ -241,6 +284,10 @@ def save_model(folder: Path, config: dict[str, Any], *, shard_size: str = "1GB")
     for name, parameter in [*model.named_parameters(), *routers]:
         # Norms and biases away from 1 and 0, weights that keep the size of what passes through them.
         scale, mean = (0.3, 1.0) if "norm" in name else (parameter.shape[-1] ** -0.5, 0.0)
+        if "linear_num_key_heads" in config and "linear_attn" not in name:
+            mean = 0.0  # norms multiply by 1 more
+        if "conv1d" in name:  # queries and keys have mostly one sign, and few are at right angles
+            scale *= 4
         torch.nn.init.normal_(parameter, mean=mean, std=scale)
     model.tie_weights()
     model.set_experts_implementation("eager")
@@ -257,6 +304,9 @@ class PagedCache:
         self.block_size = block_size
         parts, *sizes = spec.kv_shape
         self._layers = [torch.randn(parts, blocks, block_size, *sizes).to(device, dtype) for _ in spec.layers]
+        self._states = StateCache(spec, slots=STATES, device=device) if spec.recurrent else None
+        if self._states is not None:
+            self._states.allocate()
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
         keys, values = self._layers[layer]
@@ -264,6 +314,10 @@ class PagedCache:
 
     def latents(self, layer: int) -> Tensor:
         return self._layers[layer][0].squeeze(2)
+
+    def states(self, layer: int) -> tuple[Tensor, Tensor]:
+        assert self._states is not None
+        return self._states.layer(layer)
 
 
 @dataclass
@@ -273,6 +327,7 @@ class Run:
     token_ids: list[int]
     blocks: list[int]
     done: int = 0
+    state: int = ZERO_SLOT
     logits: list[Tensor] = field(default_factory=list)
 
 
@@ -301,6 +356,7 @@ class ServingPath:
         )
         self.link = LocalLink(shard.by_layer(), num_experts=self.spec.num_experts)
         self.cache = PagedCache(self.spec, blocks=blocks, block_size=block_size, dtype=dtype, device=device)
+        self._states = deque(range(FIRST_SLOT, FIRST_SLOT + STATES))
         self._free = torch.randperm(blocks, generator=torch.Generator().manual_seed(0)).tolist()
 
     def start(self, token_ids: Sequence[int]) -> Run:
@@ -325,11 +381,24 @@ class ServingPath:
             slots_T=torch.tensor(slots, device=self.device),
             sequences=tuple(rows),
             logits_rows_R=torch.arange(len(token_ids), device=self.device),
+            states=self._state_rows([run for run, _ in pieces]) if self.spec.recurrent else None,
         )
         logits_TV = self._forward(inputs).cpu()
         for row, (sequence, length) in zip(rows, pieces, strict=True):
             sequence.logits.append(logits_TV[row.start : row.start + length])
             sequence.done += length
+
+    def _state_rows(self, runs: Sequence[Run]) -> StateRows:
+        """Every sequence gets another slot in every step, the ones that it left longest ago first."""
+        read = [run.state for run in runs]
+        for run in runs:
+            if run.state != ZERO_SLOT:
+                self._states.append(run.state)
+        for run in runs:
+            run.state = self._states.popleft()
+        written = [run.state for run in runs]
+        read_S, write_S = (torch.tensor(slots, device=self.device) for slots in (read, written))
+        return StateRows(read_S=read_S, write_S=write_S)
 
     @torch.inference_mode()
     def _forward(self, inputs: StepInputs) -> Tensor:

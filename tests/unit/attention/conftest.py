@@ -113,6 +113,10 @@ def touchy(tiny: TinyModel) -> TouchyModel:
 
 @pytest.fixture(scope="session")
 def build_engine(tiny: TinyModel) -> MakeEngine:
+    return engines_over(tiny)
+
+
+def engines_over(tiny: TinyModel) -> MakeEngine:
     """Engines over the tiny model; other keyword arguments are the engine's options."""
 
     def build(

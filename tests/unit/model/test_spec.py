@@ -123,7 +123,7 @@ def test_fingerprint_follows_how_the_files_are_to_be_read(tmp_path: Path) -> Non
 
 
 UNSUPPORTED = {
-    "model_type": ({"model_type": "llama"}, ["llama", "mixtral, olmoe, qwen2_moe, qwen3_moe"]),
+    "model_type": ({"model_type": "llama"}, ["llama", "mixtral, olmoe, qwen2_moe, qwen3_5_moe"]),
     "quantized": ({"quantization_config": {"bits": 4}}, ["without a quant_method", "quantization_config", "bfloat16"]),
     "quant_method": (
         {"quantization_config": {"quant_method": "bitsandbytes"}},
