@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from services.errors import ConfigError, UnsupportedModel
+from services.errors import UnsupportedModel
 from services.model.configfile import ConfigFile
 from services.model.family_keys import (
     build,
@@ -116,16 +116,6 @@ def _with_latents(
         head_dim=latent.plain + latent.rotated,
         rope=replace(spec.rope, dim=latent.rotated),
     )
-
-
-def check_invariance(spec: ModelSpec, *, batch_invariant: bool) -> None:
-    """Raise ConfigError where rows are to be computed by themselves and their products of latents are not."""
-    if batch_invariant and spec.latent is not None:
-        raise ConfigError(
-            f'--batch-invariant is not supported for model_type "{spec.family}": its multi-head latent attention has '
-            "no products that treat each row by itself.",
-            hint="Leave --batch-invariant out, or serve a model of another family.",
-        )
 
 
 def _latent(config: ConfigFile, *, plain: int = 128, value: int = 128, query_rank: int = 1536) -> LatentSpec:

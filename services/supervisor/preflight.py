@@ -13,12 +13,12 @@ from dataclasses import dataclass
 
 from services.attention.setup.batch_size import BatchSize, batch_size
 from services.attention.setup.capacity import USUAL_KV_GIB, Capacity, capacity
-from services.attention.setup.recurrent import beside_states, check_recurrent
+from services.attention.setup.recurrent import beside_states
+from services.attention.setup.supported import check_supported
 from services.config import Settings
 from services.errors import ConfigError
 from services.model.held_experts import check_slices, expert_bytes, held_experts, kept_on_cpu
 from services.model.held_linears import dense_bytes, held_linears, linears_kept_on_cpu
-from services.model.latent_config import check_invariance
 from services.model.load_spec import load_spec, tokenizer_file
 from services.model.names import dense_shapes, expert_shapes
 from services.model.spec import ModelSpec
@@ -121,13 +121,12 @@ def preflight(settings: Settings, find: Callable[[], Gpus] = find_gpus) -> Previ
     assert settings.model is not None, "checked before"
     spec = load_spec(settings.model)
     _check_groups(settings, spec)
-    check_invariance(spec, batch_invariant=settings.batch_invariant)
-    check_recurrent(settings, spec)
     dtype = spec.dtype if settings.dtype == "auto" else settings.dtype
     gpus = find()
     device = _device(settings.device, gpus)
     _check_gpus(settings, gpus)
     on_cpu = device == "cpu"
+    check_supported(settings, spec, on_cpu=on_cpu)
     size = _batch(settings, None if on_cpu else min(gpus.memory)) if gpus.memory or on_cpu else None
     size, kv_gib = _cache(settings, spec, size, on_cpu=on_cpu)
     blocks, room = _room(settings, spec, _BYTES[dtype], kv_gib)

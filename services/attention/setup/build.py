@@ -13,8 +13,8 @@ import torch
 
 from services.attention.engine_thread import SteppedEngine
 from services.attention.setup.fit import Fitting, announce
-from services.attention.setup.recurrent import check_recurrent
 from services.attention.setup.remote_link import remote_link
+from services.attention.setup.supported import check_supported
 from services.attention.setup.worker_plan import WorkerPlan
 from services.attention.step.cuda_graphs import CudaCapture
 from services.attention.step.engine import Engine, EngineOptions, EngineTracing
@@ -28,7 +28,6 @@ from services.metrics import CHECKPOINT
 from services.model.dense import DenseModel
 from services.model.device import check_device, into_memory, serving_dtype, torch_device
 from services.model.experts import ExpertShard
-from services.model.latent_config import check_invariance
 from services.model.products import Products, products_of
 from services.model.progress import Progress, loading_progress
 from services.model.spec import ModelSpec
@@ -172,13 +171,12 @@ def served_model(settings: Settings, *, rank: int | None = None, weights: Weight
         torch.set_num_threads(settings.threads)
     weights = weights or FromCheckpoint()
     spec = weights.spec(settings.model, settings.held_experts, settings.dense_format)
-    check_recurrent(settings, spec)
     device = torch_device(settings.device, rank=rank)
     log.info("computing attention on %s", device)
     dtype = serving_dtype(settings.dtype, spec)
     check_device(device, dtype)
     fitting = Fitting(settings=settings, spec=spec, device=device, dtype=dtype)
-    check_invariance(spec, batch_invariant=settings.batch_invariant)
+    check_supported(settings, spec, on_cpu=device.type == "cpu")
     log.info("experts are held %s, other linear layers %s", spec.experts.title, spec.linears.title)
     if fitting.measures:
         fitting.check_weights()
