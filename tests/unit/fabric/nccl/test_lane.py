@@ -318,7 +318,7 @@ def layers() -> dict[int, ExpertWeights]:
 
 
 class Spec:
-    hidden_size, expert_ffn, experts = 4, 6, ALL_DENSE
+    hidden_size, expert_ffn, experts, expert_bias = 4, 6, ALL_DENSE, False
 
 
 def weight_sources(*seats: Any, group: ShardGroup, held: dict[int, ExpertWeights]) -> WeightSources:
