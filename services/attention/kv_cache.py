@@ -126,17 +126,21 @@ def block_bytes(spec: ModelSpec, *, block_size: int, dtype: torch.dtype) -> int:
     return block_size * spec.kv_bytes(dtype.itemsize)
 
 
-def blocks_within(memory_gib: float, spec: ModelSpec, *, block_size: int, dtype: torch.dtype) -> int:
-    """Return how many blocks fit into ``memory_gib``.
+def blocks_within(
+    memory_gib: float, spec: ModelSpec, *, block_size: int, dtype: torch.dtype, draft: ModelSpec | None = None
+) -> int:
+    """Return how many blocks fit into ``memory_gib``, with as many of the cache of a ``draft`` model.
 
     Raises:
         ConfigError: not even one does.
     """
-    each = block_bytes(spec, block_size=block_size, dtype=dtype)
+    models = [spec] if draft is None else [spec, draft]
+    each = sum(block_bytes(model, block_size=block_size, dtype=dtype) for model in models)
+    both = "" if draft is None else ", with that of the draft model's cache,"
     blocks = int(memory_gib * 2**30) // each
     if blocks < 1:
         raise ConfigError(
-            f"--kv-memory-gib {memory_gib} is less than one KV block, which takes {each / 2**30:.3g} GiB.",
+            f"--kv-memory-gib {memory_gib} is less than one KV block, which{both} takes {each / 2**30:.3g} GiB.",
             hint="Raise it.",
         )
     return blocks

@@ -14,7 +14,14 @@ from services.attention.engine_thread import BUFFER_BYTES, BUFFER_TOKENS
 from services.attention.lockstep_engine import Departure, LockstepEngine, LockstepRank
 from services.attention.metrics import Growth, TotalsObserver
 from services.attention.service import AttentionService
-from services.attention.setup.build import Built, engine_options, load_model, served_model, worker_plan
+from services.attention.setup.build import (
+    Built,
+    engine_options,
+    load_draft,
+    load_model,
+    served_model,
+    worker_plan,
+)
 from services.attention.step.engine import Engine, EngineTracing
 from services.attention.worker import AttentionWorker, EngineError
 from services.errors import LockstepBroken, LockstepLeft, QueueUnavailable
@@ -56,14 +63,16 @@ class LockstepService(AttentionService):
         rank = LockstepRank(settings, served.spec, dtype=served.dtype, device=served.device, step_tokens=tokens)
         began = time.monotonic()
         with loading_progress(log) as progress, into_memory(served.device):
-            model = load_model(served, progress)
+            model, draft = load_model(served, progress), load_draft(served, progress)
             loaded_s = time.monotonic() - began
             link = rank.connect(self._id, progress)
         # Neither overlap, nor graphs, nor lookahead: the ranks must cut their steps alike.
         plan = worker_plan(served, model, None)
         options = engine_options(settings, plan, lookahead="off")
         traced = None if self._tracer is None else EngineTracing(self._tracer, None)
-        engine = Engine(model=model, link=link, options=options, clock=self._clock.now_ms, tracing=traced)
+        drafter = None if draft is None else draft.drafter(options, None)
+        clock = self._clock.now_ms
+        engine = Engine(model=model, link=link, options=options, clock=clock, tracing=traced, drafter=drafter)
         stepped = LockstepEngine(engine, rank)
         return Built(served=served, plan=plan, engine=stepped, link=link, load_s={CHECKPOINT: loaded_s + rank.load_s})
 

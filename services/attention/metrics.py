@@ -66,6 +66,8 @@ class StepObserver:
             "draft_chains": metrics.draft_chains,
             "draft_tokens": metrics.draft_tokens,
             "accepted_tokens": metrics.accepted_tokens,
+            "draft_step_experts": metrics.draft_step_experts,
+            "woken_experts": metrics.woken_experts,
             "overlapped_steps": metrics.overlapped_steps,
             "steps_ahead": metrics.steps_ahead,
             "exchange_wait_seconds": metrics.exchange_wait,
@@ -92,6 +94,8 @@ class StepObserver:
             self._growth.follow(counter, getattr(reading, name))
         for reason, count in reading.step_failures.items():
             self._growth.follow(metrics.step_failures.labels(reason), count)
+        for reason, count in reading.drafting_failures.items():
+            self._growth.follow(metrics.drafting_failures.labels(reason), count)
         self._observe(self._take())
 
     def _observe(self, durations: Durations) -> None:
@@ -99,6 +103,10 @@ class StepObserver:
             self._metrics.batch_wait.observe(seconds)
         for seconds in durations.prefills:
             self._metrics.prefill_time.observe(seconds)
+        for seconds in durations.draftings:
+            self._metrics.drafting.observe(seconds)
+        for seconds in durations.verifications:
+            self._metrics.verification.observe(seconds)
         for step in durations.exchanges:
             dispatch, combine = self._exchanges_of(step.transport)
             dispatch.observe(step.dispatch_s)

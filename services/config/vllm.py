@@ -17,7 +17,7 @@ _QUANTISATION = "leave it out. config.json says how a checkpoint is quantised; o
 _NO_TOOLS = "tool calling is not supported: requests with tools are refused (docs/api.md)."
 _NO_SCHEMAS = "structured output is not supported: requests with response_format are refused."
 _NO_ADAPTERS = "LoRA adapters are not supported. Merge the adapter into the checkpoint."
-_NO_SPECULATION = 'use --speculative-config \'{"method": "ngram"}\'; there are no draft models (docs/speculation.md).'
+_SPECULATION = "use --speculative-config, which has a model and a number of tokens (docs/speculation.md)."
 _NO_REASONING = "it is not supported: reasoning stays in the answer's text."
 _EAGER = "leave it out. CUDA graphs are used on GPUs; --enforce-eager switches them off."
 _ONE_CODE = "a checkpoint's code is never run: families are built in (docs/models.md lists them)."
@@ -67,8 +67,8 @@ POINTERS: Mapping[str, str] = {
     "reasoning_parser": _NO_REASONING,
     "enable_reasoning": _NO_REASONING,
     "guided_decoding_backend": _NO_SCHEMAS,
-    "speculative_model": _NO_SPECULATION,
-    "num_speculative_tokens": _NO_SPECULATION,
+    "speculative_model": _SPECULATION,
+    "num_speculative_tokens": _SPECULATION,
     "enable_lora": _NO_ADAPTERS,
     "lora_modules": _NO_ADAPTERS,
     "max_loras": _NO_ADAPTERS,

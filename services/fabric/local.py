@@ -5,7 +5,7 @@ Legend: T rows, D hidden size, K experts chosen per row.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -33,6 +33,8 @@ class LocalLink(CountedLink):
     def __init__(self, experts: Mapping[int, Experts], *, num_experts: int) -> None:
         super().__init__(ExpertRows(experts, num_experts))
         self._experts = dict(experts)
+        self.on_dispatch: Callable[[int, Tensor], None] | None = None
+        """Called with each layer and the experts that its rows chose, where somebody looks. CUDA graphs do not."""
 
     def graph_key(self) -> Hashable | None:
         return "local"
@@ -44,6 +46,8 @@ class LocalLink(CountedLink):
 
     def dispatch(self, layer: int, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> LocalHandle:
         self._rows.count(layer, expert_ids_TK)
+        if self.on_dispatch is not None:
+            self.on_dispatch(layer, expert_ids_TK)
         return LocalHandle(self._experts[layer](x_TD, expert_ids_TK, weights_TK))
 
     def combine(self, handle: LocalHandle) -> Tensor:

@@ -33,6 +33,7 @@ _LOCKSTEP = "layout lockstep"
 ResendReason = Literal["late", "lost", "leaving", "failed", "bad_answer", "not_finite"]
 """Why rows are sent to another replica."""
 STEP_FAILURES = ("experts", "error", "not_finite")
+DRAFTING_FAILURES = ("not_finite", "error")
 
 
 class WorkerMetrics:
@@ -81,6 +82,28 @@ class WorkerMetrics:
         )
         self.draft_tokens = counter("draft_tokens_total", "Tokens drafted and verified: rows added to steps.")
         self.accepted_tokens = counter("accepted_draft_tokens_total", "Drafted tokens that were accepted.")
+        self.drafting = series.histogram(
+            "drafting_seconds", "Time of making a step's drafts, before it.", buckets=SHORT_BUCKETS_S
+        )
+        self.verification = series.histogram(
+            "verification_seconds",
+            "Time of a step with drafts, without that of making them.",
+            buckets=STEP_BUCKETS_S,
+        )
+        self.drafting_failures = counter(
+            "drafting_failures_total",
+            "Failures that ended drafting by a model until the worker's end: not_finite (it gave NaN or infinity), "
+            "error (an exception). No request fails.",
+            Label("reason", values=DRAFTING_FAILURES),
+        )
+        self.draft_step_experts = counter(
+            "draft_step_experts_total",
+            "Experts that steps with drafts had computed, over all layers: of one such step in 16, where experts are "
+            "in this process and the step is no CUDA graph.",
+        )
+        self.woken_experts = counter(
+            "draft_woken_experts_total", "Those of draft_step_experts that no row but those of drafts had chosen."
+        )
 
     def _steps(self, series: Series) -> None:
         counter = series.counter

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterable
 from pathlib import Path
 
 from services.errors import CheckpointError, UnsupportedModel
 from services.model.configfile import ConfigFile, read_config, read_generation_config
+from services.model.dense_families import DENSE_FAMILIES
 from services.model.family_configs import END_TOKENS, FAMILIES
 from services.model.recurrent_configs import text_config
 from services.model.spec import ModelSpec
@@ -15,28 +17,40 @@ MAX_EXPERTS = 1 << 18
 """Most experts over all layers. The loader looks for several names for each, so a damaged number must not reach it."""
 
 
-def spec_from_config(model_dir: Path) -> ModelSpec:
-    """Return the spec of the checkpoint in ``model_dir``, checked, without its fingerprint."""
+def spec_from_config(model_dir: Path, *, drafts: bool = False) -> ModelSpec:
+    """Return the spec of the checkpoint in ``model_dir``, checked, without its fingerprint. ``drafts``: the model only
+    drafts for another one, so it may be dense."""
     config = text_config(read_config(model_dir))
     family = config.text("model_type")
-    if family not in FAMILIES:
-        raise _unknown(family, config)
+    families = {**FAMILIES, **DENSE_FAMILIES} if drafts else FAMILIES
+    if family not in families:
+        raise _dense(family, config) if family in DENSE_FAMILIES else _unknown(family, config, families)
     _refuse_unsupported(config)
     eos_token_ids = read_generation_config(model_dir).integers("eos_token_id") or config.integers("eos_token_id")
     if "eos_token_id" not in config.values:
         eos_token_ids = eos_token_ids or END_TOKENS.get(family, ())
-    spec = FAMILIES[family](config, eos_token_ids)
+    spec = families[family](config, eos_token_ids)
     _check(spec, config)
     return spec
 
 
-def _unknown(family: str, config: ConfigFile) -> UnsupportedModel:
+def _dense(family: str, config: ConfigFile) -> UnsupportedModel:
+    return UnsupportedModel(
+        f'{config.path}: model_type "{family}" is not a Mixture-of-Experts model, but a dense model where experts are '
+        "asked for.",
+        hint="Beside a model with the same tokens it can draft: --speculative-config "
+        '\'{"method": "draft_model", "model": "DIR"}\'. '
+        f"Served are {', '.join(sorted(FAMILIES))}.",
+    )
+
+
+def _unknown(family: str, config: ConfigFile, families: Iterable[str]) -> UnsupportedModel:
     dense = "" if "expert" in str(config.values) else ": it is not a Mixture-of-Experts model"
-    near = difflib.get_close_matches(family, FAMILIES, n=1)
+    near = difflib.get_close_matches(family, families, n=1)
     nearest = f'The nearest is "{near[0]}". ' if near else ""
     return UnsupportedModel(
         f'{config.path}: model_type "{family}" is not supported{dense}.',
-        hint=f"{nearest}Supported are {', '.join(sorted(FAMILIES))}.",
+        hint=f"{nearest}Supported are {', '.join(sorted(families))}.",
     )
 
 

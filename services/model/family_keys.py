@@ -46,7 +46,7 @@ def build(
 ) -> ModelSpec:
     """Read the keys that all families share. ``top_k``, ``head_dim`` (0: that of the hidden size), ``rms_eps``,
     ``theta``, ``tied`` and ``rotated`` (the part of a head; None: the family has no such key) are defaults of missing
-    keys."""
+    keys. A model without experts has ``num_experts`` 0."""
     hidden_size, num_heads = config.count("hidden_size"), config.count("num_attention_heads")
     vocab_size = config.count("vocab_size")
     head_dim = config.optional_count("head_dim") or head_dim or hidden_size // num_heads
@@ -76,7 +76,7 @@ def build(
         qk_norm=qk_norm,
         clip_qkv=clip_qkv,
         num_experts=num_experts,
-        top_k=config.count(*top_k_keys, default=top_k),
+        top_k=config.count(*top_k_keys, default=top_k) if num_experts else 0,
         expert_ffn=expert_ffn,
         dense_ffn=config.count("intermediate_size") if any(layer.kind == "dense" for layer in layers) else 0,
         shared_ffn=shared_ffn,

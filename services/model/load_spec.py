@@ -16,14 +16,15 @@ INDEX = "model.safetensors.index.json"
 _MAX_INDEX_BYTES = 100_000_000
 
 
-def load_spec(model_dir: Path) -> ModelSpec:
-    """Return the spec of the checkpoint in ``model_dir``. Reads no weights.
+def load_spec(model_dir: Path, *, drafts: bool = False) -> ModelSpec:
+    """Return the spec of the checkpoint in ``model_dir``. Reads no weights. ``drafts``: of a model that only drafts for
+    another one, so it may be dense.
 
     Raises:
         CheckpointError: ``config.json`` is missing, damaged or contradicts itself.
         UnsupportedModel: the architecture, or something the config switches on, is not implemented.
     """
-    spec = spec_from_config(model_dir)
+    spec = spec_from_config(model_dir, drafts=drafts)
     return dataclasses.replace(spec, fingerprint=_fingerprint(spec, model_dir))
 
 

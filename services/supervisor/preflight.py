@@ -10,6 +10,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from services.attention.setup.batch_size import BatchSize, batch_size
 from services.attention.setup.capacity import USUAL_KV_GIB, Capacity, capacity
@@ -17,6 +18,7 @@ from services.attention.setup.recurrent import beside_states
 from services.attention.setup.supported import check_supported
 from services.config import Settings
 from services.errors import ConfigError
+from services.model.draft_spec import check_context, draft_spec
 from services.model.held_experts import check_slices, expert_bytes, held_experts, kept_on_cpu
 from services.model.held_linears import dense_bytes, held_linears, linears_kept_on_cpu
 from services.model.load_spec import load_spec, tokenizer_file
@@ -127,9 +129,14 @@ def preflight(settings: Settings, find: Callable[[], Gpus] = find_gpus) -> Previ
     _check_gpus(settings, gpus)
     on_cpu = device == "cpu"
     check_supported(settings, spec, on_cpu=on_cpu)
+    draft = _draft(settings, spec)
     size = _batch(settings, None if on_cpu else min(gpus.memory)) if gpus.memory or on_cpu else None
     size, kv_gib = _cache(settings, spec, size, on_cpu=on_cpu)
-    blocks, room = _room(settings, spec, _BYTES[dtype], kv_gib)
+    kv_bytes = sum(model.kv_bytes(_BYTES[dtype]) for model in (spec, draft) if model is not None)
+    blocks, room = _room(settings, spec, kv_bytes, kv_gib)
+    if draft is not None:
+        longest = settings.max_model_len or (spec.max_position if room is None else room.max_model_len)
+        check_context(draft, _draft_folder(settings), longest)
     tokenizer_file(settings.model)
     stored = StoredKinds(*tensor_entries(settings.model, spec))
     held = held_experts(spec, settings.held_experts, stored, settings.model)
@@ -148,17 +155,35 @@ def preflight(settings: Settings, find: Callable[[], Gpus] = find_gpus) -> Previ
         expert_parameters=experts,
         expert_format=held.label,
         linear_format=linears.label,
-        weight_bytes=dense_bytes(spec, _BYTES[dtype]) + expert_nbytes,
+        weight_bytes=dense_bytes(spec, _BYTES[dtype]) + expert_nbytes + _draft_bytes(draft, _BYTES[dtype]),
         kept_bytes=kept_on_cpu(spec, dtype) + linears_kept_on_cpu(spec, dtype) if device == "cpu" else 0,
         room=room,
-        kv_bytes=blocks and blocks * settings.block_size * spec.kv_bytes(_BYTES[dtype]),
-        kv_token_bytes=spec.kv_bytes(_BYTES[dtype]),
+        kv_bytes=blocks and blocks * settings.block_size * kv_bytes,
+        kv_token_bytes=kv_bytes,
         state_bytes=spec.state_bytes,
         size=size,
         gpu_memory_utilization=settings.gpu_memory_utilization,
         gpus=0 if device == "cpu" else len(gpus.names),
         expert_worker_bytes=-(-expert_nbytes // groups) + EXPERT_WORKER_SPARE,
     )
+
+
+def _draft(settings: Settings, spec: ModelSpec) -> ModelSpec | None:
+    """Return the spec of the model that drafts, if there is one. Raises ConfigError: it cannot draft for this one."""
+    assert settings.model is not None, "checked before"
+    config = settings.speculation
+    if config is None or config.model is None:
+        return None
+    return draft_spec(_draft_folder(settings), spec, settings.model)
+
+
+def _draft_folder(settings: Settings) -> Path:
+    assert settings.speculation is not None
+    return Path(settings.speculation.model or "").expanduser()
+
+
+def _draft_bytes(draft: ModelSpec | None, itemsize: int) -> int:
+    return 0 if draft is None else dense_bytes(draft, itemsize) + expert_bytes(draft, itemsize)
 
 
 def _cache(
@@ -178,14 +203,17 @@ def _batch(settings: Settings, gpu_bytes: int | None) -> BatchSize:
 
 
 def _room(
-    settings: Settings, spec: ModelSpec, itemsize: int, memory_gib: float | None
+    settings: Settings, spec: ModelSpec, kv_bytes: int, memory_gib: float | None
 ) -> tuple[int | None, Capacity | None]:
     """Return the KV blocks and what they hold; None where the worker measures its GPU first.
+
+    Args:
+        kv_bytes: what keys and values of a token take.
 
     Raises:
         ConfigError: the length that was asked for does not fit, or never can.
     """
-    block_bytes = settings.block_size * spec.kv_bytes(itemsize)
+    block_bytes = settings.block_size * kv_bytes
     blocks = settings.kv_blocks or (None if memory_gib is None else _blocks(memory_gib, block_bytes))
     asked, size = settings.max_model_len, settings.block_size
     found = capacity(

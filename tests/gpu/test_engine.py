@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from testkit.gpu.decode_bench import Parts, answers_of, load, request, run
 from testkit.models.tiny_models import CONFIGS, save_model
 from testkit.pocket.answers import END, MAX_TOKENS, POCKET, recorded
+from testkit.pocket.drafters import pocket_config, pocket_draft
 
 from services.attention.step.cuda_graphs import CudaCapture
+from services.attention.step.engine import Engine, EngineOptions
 from services.attention.step.pipeline import Lookahead
 from services.config.speculation import SpeculativeConfig
 from services.model.products import InvariantProducts
@@ -104,6 +107,33 @@ def test_drafts_change_no_answer(pocket: Parts, graphs: bool, lookahead: Lookahe
     stats = drafting.stats()
     assert stats.accepted_tokens > stats.draft_tokens / 10 > 0
     assert (stats.graph_steps > 0) == graphs
+
+
+@pytest.mark.parametrize(("graphs", "branches"), [(False, 1), (True, 2)], ids=["eagerly", "by graph"])
+def test_a_draft_model_changes_no_answer(pocket: Parts, graphs: bool, branches: int) -> None:
+    """Its small steps are graphs, too; little cache and common beginnings; greedy and sampled; lookup beside it."""
+    capture = CudaCapture(GPU) if graphs else None
+    sizes = {"max_num_batched_tokens": 256, "max_model_len": 512, "kv_blocks": 200}
+    requests = [
+        request(f"{one['id']}-{at}", one["prompt_ids"] + one["output_ids"][:20], MAX_TOKENS, **sampling)
+        for one in recorded()[:32]
+        for at, sampling in enumerate([{}, {"temperature": 0.7, "top_p": 0.9}])
+    ]
+    plain = pocket.engine(capture, max_num_seqs=64, **sizes)
+    options = EngineOptions(
+        max_num_seqs=256, speculative_config=pocket_config(0, 4, branches), lookahead="all", **sizes
+    )
+    drafter = pocket_draft(0, GPU, torch.float32).drafter(options, capture)
+    drafting = Engine[Any](
+        model=pocket.model, link=pocket.link(), options=options, clock=lambda: 0, capture=capture, drafter=drafter
+    )
+    plain.prepare()
+    drafting.prepare()
+    assert run(drafting, requests).tokens == run(plain, requests).tokens
+    stats = drafting.stats()
+    assert stats.accepted_tokens > stats.draft_tokens / 4 > 0
+    assert not drafter.failures
+    assert ((drafter._graphs.steps if drafter._graphs else 0) > 0) == graphs
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

@@ -197,6 +197,29 @@ _STEP = Row(
             Query(expr=rate("draft_tokens_total"), legend="drafted"),
             Query(expr=rate("accepted_draft_tokens_total"), legend="accepted"),
             Query(expr=rate("draft_chains_total"), legend="chains"),
+            Query(expr=rate("drafting_failures_total", "reason"), legend="ended: {{reason}}"),
+        ),
+        lines(
+            Says(
+                title="Time of steps with drafts",
+                unit="s",
+                shows="Median of the time in which the drafts of a step were made, and of that in which they were "
+                "verified.",
+                act="drafting that takes as long as verifying: the draft model is large for this one. Where it does "
+                "not gain, drafting ends by itself.",
+            ),
+            Query(expr=quantile(0.5, "drafting_seconds"), legend="drafting"),
+            Query(expr=quantile(0.5, "verification_seconds"), legend="verifying"),
+        ),
+        lines(
+            Says(
+                title="Experts that drafts wake",
+                unit="percentunit",
+                shows="Of the experts that steps with drafts had computed, those that drafts alone had chosen; a "
+                "sample, in layout local, of steps without a CUDA graph.",
+                act="a large part: drafts cost reads of weights, which pay only where they are accepted.",
+            ),
+            Query(expr=share(rate("draft_woken_experts_total"), rate("draft_step_experts_total")), legend="woken"),
         ),
         lines(
             Says(

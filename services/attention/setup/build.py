@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from services.attention.engine_thread import SteppedEngine
+from services.attention.setup.drafts import Draft, LoadedDraft
 from services.attention.setup.fit import Fitting, announce
 from services.attention.setup.remote_link import remote_link
 from services.attention.setup.supported import check_supported
@@ -55,6 +56,7 @@ class ServedModel:
     products: Products
     """How rows are multiplied, by the model and by experts in this process."""
     weights: WeightSource = field(default_factory=FromCheckpoint)
+    draft: Draft | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,7 +104,7 @@ def build(
     spec, dtype, device = served.spec, served.dtype, served.device
     remote, began = None, time.monotonic()
     with loading_progress(log) as progress, into_memory(device):
-        model = load_model(served, progress)
+        model, draft = load_model(served, progress), load_draft(served, progress)
         if settings.layout == "local":
             link: CountingLink[Any] = _local_link(served, progress)
         else:
@@ -118,16 +120,19 @@ def build(
         tokens_per_row=spec.hidden_size * (1 + spec.kv_size / spec.q_size),  # of projections over those of attention
         waits_seen=sharing is None,  # with shared memory the device waits, not the host
     )
+    options = engine_options(
+        settings, plan, lookahead=_lookahead(settings, device), prefill_stretch=_prefill_stretch(settings, device)
+    )
+    capture = CudaCapture(device) if device.type == "cuda" and not settings.enforce_eager else None
     engine = Engine(
         model=model,
         link=link,
-        options=engine_options(
-            settings, plan, lookahead=_lookahead(settings, device), prefill_stretch=_prefill_stretch(settings, device)
-        ),
+        options=options,
         clock=clock,
         overlap=overlap,
-        capture=CudaCapture(device) if device.type == "cuda" and not settings.enforce_eager else None,
+        capture=capture,
         tracing=None if tracer is None else EngineTracing(tracer, remote),
+        drafter=None if draft is None else draft.drafter(options, capture),
     )
     return Built(served=served, plan=plan, engine=engine, link=link, remote=remote, sharing=sharing, load_s=load_s)
 
@@ -175,8 +180,11 @@ def served_model(settings: Settings, *, rank: int | None = None, weights: Weight
     log.info("computing attention on %s", device)
     dtype = serving_dtype(settings.dtype, spec)
     check_device(device, dtype)
-    fitting = Fitting(settings=settings, spec=spec, device=device, dtype=dtype)
     check_supported(settings, spec, on_cpu=device.type == "cpu")
+    draft = Draft.of(settings, spec)
+    fitting = Fitting(
+        settings=settings, spec=spec, device=device, dtype=dtype, draft=None if draft is None else draft.spec
+    )
     log.info("experts are held %s, other linear layers %s", spec.experts.title, spec.linears.title)
     if fitting.measures:
         fitting.check_weights()
@@ -190,6 +198,7 @@ def served_model(settings: Settings, *, rank: int | None = None, weights: Weight
         fitting=fitting,
         products=products_of(batch_invariant=settings.batch_invariant),
         weights=weights,
+        draft=draft,
     )
 
 
@@ -204,6 +213,19 @@ def load_model(served: ServedModel, progress: Progress) -> DenseModel:
         source=served.weights,
     )
     return DenseModel(served.spec, dense, served.products)
+
+
+def load_draft(served: ServedModel, progress: Progress) -> LoadedDraft | None:
+    """Read the model that drafts, if there is one."""
+    if served.draft is None:
+        return None
+    return served.draft.load(
+        dtype=served.dtype,
+        device=served.device,
+        products=served.products,
+        progress=progress,
+        source=served.weights,
+    )
 
 
 def worker_plan(served: ServedModel, model: DenseModel, link: ExpertLink[Any] | None) -> WorkerPlan:

@@ -47,6 +47,8 @@ class Fitting:
     spec: ModelSpec
     device: torch.device
     dtype: torch.dtype
+    draft: ModelSpec | None = None
+    """The model that drafts: its weights, and a cache with as many blocks, are in this process, too."""
 
     @property
     def measures(self) -> bool:
@@ -78,7 +80,9 @@ class Fitting:
         usual, size = USUAL_KV_GIB if settings.kv_memory_gib is None else settings.kv_memory_gib, self.size()
         if settings.kv_blocks is None:
             size, usual = self._beside_states(size, usual)
-        blocks = settings.kv_blocks or blocks_within(usual, self.spec, block_size=settings.block_size, dtype=self.dtype)
+        blocks = settings.kv_blocks or blocks_within(
+            usual, self.spec, block_size=settings.block_size, dtype=self.dtype, draft=self.draft
+        )
         room = capacity(
             kv_blocks=blocks,
             block_size=shape.block_size,
@@ -118,8 +122,8 @@ class Fitting:
             share=self._share(),
             demand=self._demand(peak, size),
         )
-        shape = self._shape()
-        shape = KVShape(block_size=shape.block_size, block_bytes=shape.block_bytes + TOKEN_ID_BYTES * shape.block_size)
+        shape, ids = self._shape(), TOKEN_ID_BYTES * len(self._models)
+        shape = KVShape(block_size=shape.block_size, block_bytes=shape.block_bytes + ids * shape.block_size)
         return fitting(size, self._asked(), found, shape, self.spec.max_position)
 
     def _demand(self, peak: int, size: BatchSize) -> Demand:
@@ -153,13 +157,20 @@ class Fitting:
 
     def _shape(self) -> KVShape:
         size = self.settings.block_size
-        return KVShape(block_size=size, block_bytes=block_bytes(self.spec, block_size=size, dtype=self.dtype))
+        each = sum(block_bytes(model, block_size=size, dtype=self.dtype) for model in self._models)
+        return KVShape(block_size=size, block_bytes=each)
+
+    @property
+    def _models(self) -> list[ModelSpec]:
+        return [self.spec] if self.draft is None else [self.spec, self.draft]
 
     def _weights(self) -> int:
         """Return the bytes of weights that surely come to this worker: experts only where it has them all."""
         itemsize = self.dtype.itemsize
-        experts = expert_bytes(self.spec, itemsize) if self.settings.layout == "local" else 0
-        return dense_bytes(self.spec, itemsize) + experts
+        whole = [self.spec] if self.settings.layout == "local" else []
+        whole += [] if self.draft is None else [self.draft]
+        experts = sum(expert_bytes(model, itemsize) for model in whole)
+        return sum(dense_bytes(model, itemsize) for model in self._models) + experts
 
 
 def announce(plan: WorkerPlan, max_position: int) -> None:

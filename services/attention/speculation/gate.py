@@ -18,6 +18,8 @@ STEPS = 32
 """Steps by which the amount in use is judged."""
 TRIAL_STEPS = 8
 """Steps of a trial."""
+FIRST_STEPS = 4
+"""Steps by which what a size of batch begins with is judged at first. Nothing bounds yet what they cost."""
 UNUSUAL_STEPS = 2
 """Steps after a change of amount that say nothing: the first of them were launched before it."""
 MIN_GAIN = 0.03
@@ -92,12 +94,14 @@ class _Batches:
     amounts: tuple[Amount, ...]
     best: Amount
     tried: Amount | None = None
-    left: int = TRIAL_STEPS
+    left: int = FIRST_STEPS
     """Steps before a trial begins or ends. The first one comes soon: whether drafts gain at all is not known yet."""
     pause_s: float = 0.0
     """Seconds of steps before the next trial, to pay for what the last one has shown to be slower."""
     skipped: int = UNUSUAL_STEPS
     turn: int = 0
+    charged_s: float = 0.0
+    """Seconds that trials took beside their steps, and that the next pause pays for."""
     judged: bool = False
     """Whether two amounts have been compared."""
     rates: dict[Amount, _Rate] = field(default_factory=dict)
@@ -149,8 +153,10 @@ class _Batches:
     def _judge(self, tried: Amount) -> None:
         usual, found = self._rate(self.best), self._rate(tried)
         wins = found > (1 + MIN_GAIN) * usual
-        slower = self.best if wins else tried
-        self.pause_s = self.rates[slower].lost_s(max(usual, found)) / BUDGET
+        slower = self.rates[self.best if wins else tried]
+        unseen = 1 + UNUSUAL_STEPS / len(slower.seen)  # they were as slow
+        self.pause_s = (unseen * slower.lost_s(max(usual, found)) + self.charged_s) / BUDGET
+        self.charged_s = 0.0
         if wins:
             self.best = tried
         self.tried, self.left, self.skipped, self.judged = None, STEPS, UNUSUAL_STEPS, True
@@ -177,11 +183,22 @@ class Gate:
         if seconds > 0:
             self._of(sequences).note(tokens / sequences, seconds)
 
+    def charge(self, sequences: int, seconds: float) -> None:
+        """Count time that a step of so many sequences needed before there could be drafts, and the next will not."""
+        self._of(sequences).charged_s += seconds
+
+    def likely(self, sequences: int) -> bool:
+        """Return whether each of so many sequences will probably have drafts, once they decode."""
+        known = self._batches.get(sequences.bit_length())
+        return (self._nearest(sequences.bit_length()) if known is None else known.now) != NONE
+
     def _of(self, sequences: int) -> _Batches:
         """Return what is known of batches of about so many sequences: at first, what is best for the nearest others."""
         size = sequences.bit_length()
         if size not in self._batches:
-            judged = [(abs(other - size), known.best) for other, known in self._batches.items() if known.judged]
-            best = min(judged)[1] if judged else self._amounts[-1]
-            self._batches[size] = _Batches(amounts=self._amounts, best=best)
+            self._batches[size] = _Batches(amounts=self._amounts, best=self._nearest(size))
         return self._batches[size]
+
+    def _nearest(self, size: int) -> Amount:
+        judged = [(abs(other - size), known.best) for other, known in self._batches.items() if known.judged]
+        return min(judged)[1] if judged else self._amounts[-1]

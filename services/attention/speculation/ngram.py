@@ -10,6 +10,7 @@ from array import array
 from collections.abc import Sequence
 
 from services.attention.sequences.sequence import SequenceState
+from services.attention.speculation.speculator import OneByOne
 from services.config.speculation import SpeculativeConfig
 
 _PLACES = 8
@@ -69,7 +70,7 @@ class NgramIndex:
         return count
 
 
-class NgramSpeculator:
+class NgramSpeculator(OneByOne):
     """Drafts for sequences by an index of each."""
 
     def __init__(self, config: SpeculativeConfig) -> None:

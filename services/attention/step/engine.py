@@ -25,18 +25,22 @@ from services.attention.sequences.trace import SequenceTraces
 from services.attention.speculation.drafting import Drafting
 from services.attention.speculation.gate import Gate
 from services.attention.speculation.ngram import NgramSpeculator
+from services.attention.speculation.several import Several
+from services.attention.speculation.speculator import Drafter, Speculator
+from services.attention.speculation.woken import WokenExperts
 from services.attention.step.cuda_graphs import Capture, StepGraphs
 from services.attention.step.flatten import Flattener
 from services.attention.step.overlap import OverlapPolicy
 from services.attention.step.pipeline import Lookahead, StepPipeline
 from services.attention.step.runner import StepRunner
-from services.attention.step.stats import Durations, EngineStats
+from services.attention.step.stats import Durations, EngineStats, taken
 from services.attention.step.traced_exchanges import TracedExchanges
 from services.attention.step.traced_pipeline import TracedPipeline
 from services.attention.step.warmup import dummy_batches
 from services.config.speculation import SpeculativeConfig
 from services.errors import InternalError
 from services.fabric.link import LOCAL, ExpertLink, RemoteLink
+from services.fabric.local import LocalLink
 from services.messages import GenerateRequest, TokenEvent
 from services.model.dense import DenseModel
 from services.model.state_room import state_slots
@@ -87,6 +91,7 @@ class Engine(Generic[HandleT]):
         overlap: decides which steps run as two micro-batches; None: no step does.
         capture: captures steps as CUDA graphs; None: no step is captured.
         tracing: None where nothing is traced.
+        drafter: makes speculators for drafts by a model; None: there is no such model.
     """
 
     def __init__(
@@ -99,10 +104,12 @@ class Engine(Generic[HandleT]):
         overlap: OverlapPolicy | None = None,
         capture: Capture | None = None,
         tracing: EngineTracing | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         spec = model.spec
         self._model, self._link, self._clock, self._lookahead = model, link, clock, options.lookahead
-        self._tracing = tracing
+        self._tracing, self._drafter = tracing, drafter
+        self._woken: WokenExperts | None = None
         self._overlap = overlap or OverlapPolicy("off")
         self._device = model.device
         blocks = options.kv_blocks or blocks_within(
@@ -147,7 +154,7 @@ class Engine(Generic[HandleT]):
         self._pool = BlockPool(self._kv.num_blocks, self._kv.block_size, states)
         self._inputs = Flattener(self._kv.block_size, self._device, states)
         traces = self._traces = None if self._tracing is None else SequenceTraces(self._tracing.tracer)
-        drafting = self._new_drafting()
+        drafting = self._drafting = self._new_drafting()
         self._batch = BatchManager(
             self._limits, self._pool, self._clock, traces=traces, pace=self._pace, drafting=drafting
         )
@@ -177,8 +184,15 @@ class Engine(Generic[HandleT]):
     def _new_drafting(self) -> Drafting | None:
         if (config := self._speculative_config) is None:
             return None
+        self._woken = WokenExperts(self._link) if isinstance(self._link, LocalLink) else None
         gate = Gate(config.num_speculative_tokens, config.num_branches)
-        return Drafting(NgramSpeculator(config), gate, self._pool)
+        return Drafting(self._new_speculator(config), gate, self._pool, woken=self._woken)
+
+    def _new_speculator(self, config: SpeculativeConfig) -> Speculator:
+        if self._drafter is None:
+            return NgramSpeculator(config)
+        drafts = self._drafter.speculator()
+        return Several([drafts, NgramSpeculator(config)]) if config.num_branches > 1 else drafts
 
     def _drop_all(self) -> None:
         for request_id, attempt in self.held().items():
@@ -199,6 +213,8 @@ class Engine(Generic[HandleT]):
         """
         if self._graphs:
             self._graphs.prepare()
+        if self._drafter:
+            self._drafter.prepare()
 
     def warm_up(self, stopped: Callable[[], bool] = lambda: False) -> None:
         """Serve dummy requests and forget them, to have kernels compiled and loaded. The engine must hold no request.
@@ -243,12 +259,16 @@ class Engine(Generic[HandleT]):
         assert not self.has_work
         self._graphs = None
         self._kv.free()
+        if self._drafter:
+            self._drafter.free()
         self._reset()
 
     def wake_up(self) -> None:
         """Take the memory again; :meth:`prepare` is due after it. Raises OutOfMemory."""
         self._kv.allocate()
         self._graphs = self._new_graphs()
+        if self._drafter:
+            self._drafter.allocate()
         self._reset()
 
     @property
@@ -304,6 +324,9 @@ class Engine(Generic[HandleT]):
             draft_chains=counters.chains,
             draft_tokens=counters.draft_tokens,
             accepted_tokens=counters.accepted_tokens,
+            draft_step_experts=self._woken.hit if self._woken else 0,
+            woken_experts=self._woken.by_drafts if self._woken else 0,
+            drafting_failures=self._drafter.failures if self._drafter else {},
             steps=self._steps.steps,
             step_tokens=self._steps.step_tokens,
             step_seconds=self._steps.step_seconds,
@@ -319,9 +342,10 @@ class Engine(Generic[HandleT]):
 
     def take_durations(self) -> Durations:
         """Return what was timed since the last call. Call it from the thread that steps."""
-        batch = self._batch
         return Durations(
-            batch_waits=[batch.waits.popleft() for _ in range(len(batch.waits))],
-            prefills=[batch.prefills.popleft() for _ in range(len(batch.prefills))],
+            batch_waits=taken(self._batch.waits),
+            prefills=taken(self._batch.prefills),
             exchanges=self._runner.take_exchanges(),
+            draftings=taken(self._drafting.draftings) if self._drafting else (),
+            verifications=taken(self._drafting.verifications) if self._drafting else (),
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -30,6 +31,11 @@ class EngineStats:
     """How often a sequence had drafts in a step; how many these were, and how many of them were accepted."""
     draft_tokens: int = 0
     accepted_tokens: int = 0
+    draft_step_experts: int = 0
+    """Experts that a sample of the steps with drafts had computed, and those of them that drafts alone had chosen."""
+    woken_experts: int = 0
+    drafting_failures: Mapping[str, int] = field(default_factory=dict)
+    """What ended drafting, by reason."""
 
     step_tokens: int
     step_seconds: float
@@ -60,3 +66,12 @@ class Durations:
     """Of sequences, from their first step to their first token."""
     exchanges: Iterable[ExchangeTime] = ()
     """Of steps."""
+    draftings: Iterable[float] = ()
+    """Of steps with drafts: until these were made."""
+    verifications: Iterable[float] = ()
+    """Of steps with drafts, from then on."""
+
+
+def taken(times: deque[float]) -> list[float]:
+    """Return ``times``, which are gone afterwards."""
+    return [times.popleft() for _ in range(len(times))]

@@ -93,7 +93,8 @@ class EngineSettings(BaseModel):
     speculative_config: str | None = setting(
         None,
         'draft tokens and verify several in a step, where that is measured to be faster: {"method": "ngram"} drafts '
-        "what followed the same tokens earlier in prompt and answer (docs/speculation.md)",
+        'what followed the same tokens earlier in prompt and answer, {"method": "draft_model", "model": "DIR"} what a '
+        "smaller model with the same tokens says (docs/speculation.md)",
         roles=(ATTENTION,),
     )
     overlap: Literal["auto", "on", "off"] = setting(

@@ -9,6 +9,7 @@ from typing import Any
 from services.attention.sequences.sequence import SequenceState
 from services.attention.speculation.drafting import Drafting
 from services.attention.speculation.gate import NONE, Amount, Gate
+from services.attention.speculation.speculator import OneByOne
 from services.attention.step.engine import Engine
 from testkit.models.plots import FATAL, NAN, VOCAB, Story
 
@@ -24,7 +25,7 @@ class Always(Gate):
     known_amount = amount
 
 
-class Knowing:
+class Knowing(OneByOne):
     """Knows what is drawn, and says something else now and then: a token that breaks its row or the step, too."""
 
     def __init__(self, truth: Truth, seed: int, wrong: float, *, breaks: bool = True) -> None:
@@ -37,6 +38,8 @@ class Knowing:
 
     def chains(self, state: SequenceState, most: int, count: int) -> Sequence[Sequence[int]]:
         """What is drawn, and others that begin like it, in any order."""
+        if count == 1:
+            return [self.drafts(state, most)]
         rest = self._truth.get(state.request.id, [])[state.generated :][: self._draw.randrange(most + 1)]
         chains = [[self._said(token) for token in rest]]
         for _ in range(self._draw.randrange(count)):
@@ -70,7 +73,7 @@ def truth_of(story: Story) -> Truth:
     return {name: [event[2] for event in events if event[2] is not None] for name, events in story.items()}
 
 
-class Same:
+class Same(OneByOne):
     """Drafts the same chains for all."""
 
     def __init__(self, chains: Sequence[Sequence[int]]) -> None:

@@ -343,11 +343,12 @@ class ServingPath:
         block_size: int = 4,
         blocks: int = 256,
         products: Products | None = None,
+        drafts: bool = False,
     ) -> None:
-        self.spec = load_spec(folder)
+        self.spec = load_spec(folder, drafts=drafts)
         self.device = device
         self.model = DenseModel(self.spec, load_dense(folder, self.spec, dtype=dtype, device=device), products)
-        experts = load_experts(folder, self.spec, dtype=dtype, device=device)
+        experts = load_experts(folder, self.spec, dtype=dtype, device=device) if self.spec.moe_layers else {}
         shard = ExpertShard(
             experts,
             num_experts=self.spec.num_experts,

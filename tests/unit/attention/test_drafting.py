@@ -6,15 +6,19 @@ import random
 from collections.abc import Callable, Sequence
 
 import pytest
+import torch
 from testkit.models.engines import ask
+from torch import Tensor
 
 from services.attention.batching.blocks import BlockPool
 from services.attention.batching.manager import BatchManager
 from services.attention.sequences.plan import BatchLimits, Outcome, Piece, StepPlan
 from services.attention.sequences.sequence import SequenceState, open_sequence
 from services.attention.speculation.drafting import Drafting
-from services.attention.speculation.gate import BUDGET, TRIAL_STEPS, UNUSUAL_STEPS, Amount, Gate
+from services.attention.speculation.gate import BUDGET, NONE, TRIAL_STEPS, UNUSUAL_STEPS, Amount, Gate
 from services.attention.speculation.ngram import NgramIndex, NgramSpeculator
+from services.attention.speculation.speculator import Chains, OneByOne, Wanted
+from services.attention.speculation.woken import WokenExperts
 from services.config.speculation import SpeculativeConfig
 
 
@@ -189,7 +193,7 @@ def test_trials_wait_until_they_are_paid_for() -> None:
     assert len(tried) / 4000 < 2 * BUDGET
 
 
-class Everything:
+class Everything(OneByOne):
     """Drafts as many sevens as it may."""
 
     def drafts(self, state: SequenceState, most: int) -> Sequence[int]:
@@ -319,3 +323,169 @@ def test_the_gate_closes_where_every_draft_is_rejected() -> None:
         plan = _stepped(drafting, plan, 0.01 * plan.tokens)
     assert rows[0] == 4
     assert sum(rows[50:]) / 250 < 2.2
+
+
+class Prompted(Everything):
+    """Drafts twos, and reads prompts, each at a price; ``late`` as the test says."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock, self.late, self.read, self.asked = clock, False, list[int](), list[int]()
+        self.answer: list[int] | None = None
+
+    def draft(self, wanted: Sequence[Wanted], prompts: Sequence[Piece] = ()) -> list[Chains]:
+        self.read += [piece.length for piece in prompts]
+        self.asked += [one.most for one in wanted]
+        self._clock.now += 0.001 * len(wanted) + 0.01 * len(prompts)
+        return [[[2] * one.most if self.answer is None else self.answer] for one in wanted]
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Noted(Gate):
+    """Keeps what it gets."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        self.noted, self.charged = list[float](), list[float]()
+
+    def known_amount(self, sequences: int) -> Amount:
+        return self.amount(sequences)
+
+    def note(self, sequences: int, tokens: int, seconds: float) -> None:
+        del sequences, tokens
+        self.noted.append(seconds)
+
+    def charge(self, sequences: int, seconds: float) -> None:
+        del sequences
+        self.charged.append(seconds)
+
+
+def _prompted() -> tuple[Drafting, Prompted, Noted, BlockPool]:
+    clock = Clock()
+    speculator, gate, pool = Prompted(clock), Noted(), BlockPool(64, 4)
+    return Drafting(speculator, gate, pool, timer=clock), speculator, gate, pool
+
+
+def _noted(drafting: Drafting, plan: StepPlan, seconds: float) -> None:
+    drafting.note(plan, [Outcome(token_id=1)] * plan.sequences, seconds)
+
+
+def test_prompts_are_shown_where_their_sequences_will_probably_have_drafts() -> None:
+    drafting, speculator, gate, _ = _prompted()
+    off = open_sequence(ask("r", [5, 6], speculation="off"), 1, ())
+    plan = StepPlan(prompts=(Piece.of(_state([5, 6, 7]), 9), Piece.of(off, 9)))
+    assert drafting.extend(plan, 64) is plan
+    assert speculator.read == [3]
+    gate._of(2).best = NONE
+    assert drafting.extend(plan, 64) is plan
+    assert speculator.read == [3]
+
+
+def test_time_for_prompts_is_paid_by_the_steps_that_it_helps() -> None:
+    """In parts that are no longer than a step: 12 ms for a prompt, 2 of them for drafts beside it."""
+    drafting, _, gate, _ = _prompted()
+    states = _sequences(2)
+    mixed = drafting.extend(StepPlan(decodes=tuple(states), prompts=(Piece.of(_state(range(8)), 9),)), 64)
+    assert [len(chain.drafts) for chain in mixed.chains] == [4, 4]
+    _noted(drafting, mixed, 0.05)
+    assert gate.noted == [], "steps with prompts are no measure"
+    for _ in range(3):
+        _noted(drafting, drafting.extend(StepPlan(decodes=tuple(states)), 64), 0.005)
+    assert gate.noted == pytest.approx([0.01, 0.006, 0.005])
+
+
+def test_time_in_which_a_speculator_catches_up_is_charged_and_no_measure() -> None:
+    drafting, speculator, gate, _ = _prompted()
+    states = _sequences(2)
+    speculator.late = True
+    _noted(drafting, drafting.extend(StepPlan(decodes=tuple(states)), 64), 0.3)
+    assert (gate.noted, gate.charged) == ([], pytest.approx([0.002]))
+    speculator.late = False
+    _noted(drafting, drafting.extend(StepPlan(decodes=tuple(states)), 64), 0.01)
+    assert gate.noted == pytest.approx([0.01])
+
+
+def test_times_of_drafting_and_of_verifying_are_kept_apart() -> None:
+    drafting, _, _, _ = _prompted()
+    _noted(drafting, drafting.extend(StepPlan(decodes=tuple(_sequences(3))), 64), 0.01)
+    assert list(drafting.draftings) == pytest.approx([0.003])
+    assert list(drafting.verifications) == pytest.approx([0.007])
+
+
+def test_blocks_for_drafts_that_do_not_come_are_given_back() -> None:
+    """And none of those that the sequence had before."""
+    drafting, speculator, _, pool = _prompted()
+    state = _state([1, 2, 3])
+    state.blocks = pool.take((), 1)
+    plan = StepPlan(decodes=(state,))
+    for answer, blocks in (([], 1), ([2], 1), ([2, 2], 2), ([], 2)):
+        speculator.answer = answer
+        extended = drafting.extend(plan, 64)
+        assert (extended is plan) == (not answer)
+        assert (len(state.blocks), pool.used) == (blocks, blocks)
+    assert speculator.asked == [4] * 4
+
+
+def test_steps_that_say_nothing_are_paid_for_like_the_others() -> None:
+    """A size of batch begins with six steps that take 0.02 s longer than without drafts, two of which say nothing."""
+    gate, steps = Gate(1), list[Amount]()
+    while not gate._of(4).judged:
+        steps.append(gate.amount(4))
+        gate.note(4, 4, 0.03 if steps[-1].depth else 0.01)
+    assert steps.count(Amount(1, 1)) == 6
+    assert gate._of(4).best == NONE
+    assert gate._of(4).pause_s == pytest.approx(6 * 0.02 / BUDGET)
+
+
+def test_what_a_trial_cost_beside_its_steps_is_paid_for() -> None:
+    """After catching up for 0.5 s nothing is tried for 25 s more."""
+    pauses = []
+    for charged in (0.0, 0.5):
+        gate, costs = Gate(1), Costs(EXPERTS["each row costs"], 0.0, 8)
+        while gate._of(8).tried is None:
+            costs.step(gate)
+        gate.charge(8, charged)
+        while gate._of(8).tried is not None:
+            costs.step(gate)
+        pauses.append(gate._of(8).pause_s)
+    assert pauses[1] - pauses[0] == pytest.approx(0.5 / BUDGET)
+
+
+class Shown:
+    """A link that chooses experts as the test says."""
+
+    on_dispatch: Callable[[int, Tensor], None] | None = None
+
+    def step(self, *layers: list[list[int]]) -> None:
+        for layer, ids in enumerate(layers):
+            if self.on_dispatch is not None:
+                self.on_dispatch(layer, torch.tensor(ids))
+
+
+def test_experts_that_drafts_alone_wake_are_counted_in_one_step_of_some() -> None:
+    """A decode, a chain of two drafts, and a prompt of two tokens, whose second one is padding."""
+    link = Shown()
+    woken = WokenExperts(link, every=2)
+    one, other = _sequences(2)
+    plan = StepPlan(decodes=(one,), chains=(Piece.chain(other, [7, 8]),), prompts=(Piece.of(_state([1, 2]), 9),))
+    for counted in (True, False, True):
+        woken.watch(plan)
+        assert (link.on_dispatch is not None) == counted
+        link.step([[0, 1], [1, 2], [2, 3], [4, 3], [5, 0], [-1, -1]], [[0, 1], [0, 1], [0, 1], [1, 0], [0, 1], [-1, 6]])
+        woken.count()
+    assert (woken.hit, woken.by_drafts) == (2 * (6 + 3), 2 * 2)
+    assert link.on_dispatch is None
+    woken.watch(plan)
+    woken.watch(plan)
+    link.step([[0, 1], [1, 2]])  # one of two micro-batches
+    woken.count()
+    assert woken.hit == 18
+    woken.watch(plan)
+    woken.watch(plan)
+    woken.watch(StepPlan(decodes=(one,)))
+    assert link.on_dispatch is None, "the step failed, and the next one has no drafts"

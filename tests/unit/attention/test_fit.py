@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from types import SimpleNamespace
 from typing import Any
@@ -103,6 +104,32 @@ def test_without_settings_the_rest_of_the_gpu_is_the_kv_cache(tiny: TinyModel) -
     assert found.measured is not None
     assert (found.measured.demand.activations, found.measured.demand.graphs) == (1000, graphs)
     assert found.size == BatchSize(max_num_seqs=56, max_num_batched_tokens=64)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_draft_model_has_its_part_of_a_gpu(tiny: TinyModel) -> None:
+    """A second cache with as many blocks, which keeps the ids of its tokens, too, and weights."""
+    alone = fitted(tiny, max_num_batched_tokens=64)
+    both = dataclasses.replace(alone, draft=alone.spec)
+    plans = [fitting.plan(tiny.parts.model, tiny.link()) for fitting in (alone, both)]
+    assert plans[1].room.kv_blocks == plans[0].room.kv_blocks // 2
+    weights = alone._weights()
+    assert both._weights() == 2 * weights
+    elsewhere = dataclasses.replace(both, settings=Settings(layout="colocated", workers=2))
+    assert weights < elsewhere._weights() < 2 * weights, "experts of the draft model are here in any case"
+
+
+def test_a_kv_cache_for_two_models_says_so_where_it_is_too_small(tiny: TinyModel) -> None:
+    alone = fitted(tiny, torch.device("cpu"))
+    each = block_bytes(alone.spec, block_size=16, dtype=torch.float32)
+    settings = Settings(model=tiny.folder, kv_memory_gib=1.5 * each / 2**30)
+    alone = dataclasses.replace(alone, settings=settings)
+    assert alone.given().room.kv_blocks == 1
+    with pytest.raises(ConfigError, match="one KV block, which, with that of the draft model's cache, takes"):
+        dataclasses.replace(alone, draft=alone.spec).given()
+    roomy = dataclasses.replace(alone, settings=settings.model_copy(update={"kv_memory_gib": 9 * each / 2**30}))
+    found = dataclasses.replace(roomy, draft=alone.spec).given()
+    assert (found.room.kv_blocks, found.kv_bytes) == (4, 8 * each)
 
 
 @pytest.mark.usefixtures("gpu")

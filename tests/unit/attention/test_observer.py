@@ -23,7 +23,7 @@ from services.routing import ShardGroup
 
 IDLE = EngineStats(
     **dict.fromkeys([field.name for field in fields(EngineStats)], 0)
-    | {"kv_blocks": 10, "kv_empty": 10, "step_failures": {}}
+    | {"kv_blocks": 10, "kv_empty": 10, "step_failures": {}, "drafting_failures": {}}
 )
 
 

@@ -18,6 +18,7 @@ from services.attention.speculation.drafting import Drafting
 from services.attention.speculation.gate import NONE, Amount, Gate, amounts
 from services.attention.speculation.ngram import NgramSpeculator
 from services.attention.speculation.several import Several
+from services.attention.speculation.speculator import Wanted
 from services.attention.step.flatten import tree_rows
 from services.config.speculation import SpeculativeConfig
 
@@ -83,12 +84,13 @@ def test_branches_are_what_followed_at_several_places(
 
 def test_several_speculators_take_turns() -> None:
     state = open_sequence(ask("r", [1, 2, 3], max_tokens=9), 1, ())
-    several = Several([Same([[4, 5], [6], [9]]), Same([[6], [7, 8]]), Same([[]])])
-    assert several.chains(state, 2, 8) == [[4, 5], [6], [7, 8], [9]]
-    assert several.chains(state, 2, 3) == [[4, 5], [6], [7, 8]]
-    assert several.drafts(state, 1) == [4]
-    assert Several([Same([[]]), Same([[7]])]).drafts(state, 4) == [7]
-    assert not Several([Same([[]])]).drafts(state, 4)
+    turns = [Same([[4, 5], [6], [9]]), Same([[6], [7, 8]]), Same([[]])]
+    for branches, chains in ((8, [[4, 5], [6], [7, 8], [9]]), (3, [[4, 5], [6], [7, 8]]), (1, [[4, 5]])):
+        assert Several(turns).draft([Wanted(state, 2, branches)]) == [chains]
+    assert Several([Same([[]]), Same([[7]])]).draft([Wanted(state, 4), Wanted(state, 4)]) == [[[7]], [[7]]]
+    silent = Several([Same([[]])])
+    assert silent.draft([Wanted(state, 4, 2)]) == [[]]
+    assert (silent.may(state), Several(turns).may(state)) == (False, True)
     indices = NgramSpeculator(SpeculativeConfig(method="ngram"))
     indices.drafts(state, 1)
     Several([Same([[]]), indices]).forget(state)
@@ -123,7 +125,7 @@ def _decoding(pool: BlockPool) -> SequenceState:
 
 
 @pytest.mark.parametrize(
-    ("blocks", "used", "nodes"), [(9, 3, 7), (4, 3, 7), (3, 1, 1), (2, 1, 1)], ids=["many", "enough", "spare", "none"]
+    ("blocks", "used", "nodes"), [(9, 3, 7), (4, 3, 7), (3, 2, 5), (2, 1, 1)], ids=["many", "enough", "spare", "none"]
 )
 def test_a_tree_gives_its_blocks_back_and_takes_none_that_is_wanted(blocks: int, used: int, nodes: int) -> None:
     """Of 3 tokens that are known one block of 4 holds one more; a tree of 7 nodes needs two more blocks."""
@@ -136,6 +138,16 @@ def test_a_tree_gives_its_blocks_back_and_takes_none_that_is_wanted(blocks: int,
     drafting.give_back()
     assert pool.used == len(state.blocks) == 1
     assert (state.blocks is before) == (used == 1), "what is kept of a list knows only that it grows"
+
+
+def test_branches_have_the_rows_that_chains_of_all_leave() -> None:
+    pool = BlockPool(100, 4)
+    drafting = Drafting(Same([[4, 5, 6, 7], [8, 9, 10, 11]]), Always(4, 2), pool)
+    for room, nodes in ((3, [3]), (6, [4, 2]), (10, [6, 4]), (15, [8, 7]), (64, [8, 8])):
+        states = (_decoding(pool), _decoding(pool))
+        plan = drafting.extend(StepPlan(decodes=states), room)
+        assert [len(piece.drafts) for piece in plan.chains] == nodes
+        drafting.give_back()
 
 
 def test_a_tree_is_no_larger_than_what_is_left_of_a_sequence_and_of_a_word() -> None:

@@ -111,6 +111,13 @@ def test_how_tokens_are_drafted_is_json_or_a_mapping_of_the_file(tmp_path: Path)
     assert written is not None
     assert (written.num_speculative_tokens, written.shortest, written.longest) == (7, 9, 9)
     assert load_settings([]).speculation is None
+    model = load_settings(["--speculative-config", '{"method": "draft_model", "model": "a/b"}']).speculation
+    assert model is not None
+    assert (model.method, model.model, model.num_speculative_tokens) == ("draft_model", "a/b", 4)
+    words = '{"method": "draft_model", "model": "a/b", "num_branches": 2, "prompt_lookup_min": 3}'
+    merged = load_settings(["--speculative-config", words]).speculation
+    assert merged is not None
+    assert (merged.num_branches, merged.shortest) == (2, 3)
 
 
 @pytest.mark.parametrize(
@@ -122,6 +129,9 @@ def test_how_tokens_are_drafted_is_json_or_a_mapping_of_the_file(tmp_path: Path)
         "[]",
         '{"method": "eagle"}',
         '{"method": "ngram", "model": "x"}',
+        '{"method": "draft_model"}',
+        '{"method": "draft_model", "model": ""}',
+        '{"method": "draft_model", "model": "x", "prompt_lookup_min": 2}',
         '{"method": "ngram", "num_speculative_tokens": 0}',
         '{"method": "ngram", "num_speculative_tokens": 17}',
         '{"method": "ngram", "num_branches": 0}',

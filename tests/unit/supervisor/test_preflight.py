@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -50,6 +52,33 @@ def _preflight(folder: Path, gpus: Gpus = NONE, **values: Any) -> Preview:
 def test_what_the_roles_would_refuse_is_refused_at_once(folder: Path, values: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         _preflight(folder, **values)
+
+
+def _drafts(model: Path) -> dict[str, Any]:
+    return {"speculative_config": json.dumps({"method": "draft_model", "model": str(model)})}
+
+
+def test_a_draft_model_is_counted_and_checked_before_anything_starts() -> None:
+    pocket = Path(__file__).parents[3] / "examples/pocket-moe"
+    drafts = _drafts(pocket / "speculators/0")
+    alone, both = _preflight(pocket / "model"), _preflight(pocket / "model", **drafts)
+    assert both.weight_bytes - alone.weight_bytes == pytest.approx(2_983_680, rel=0.01)
+    assert alone.room is not None
+    assert both.room is not None
+    assert both.room.kv_blocks < alone.room.kv_blocks
+    with pytest.raises(ConfigError, match=r"nowhere.*is not a folder"):
+        _preflight(pocket / "model", **_drafts(Path("nowhere")))
+
+
+def test_a_draft_model_with_a_shorter_context_is_refused(tmp_path: Path) -> None:
+    pocket, draft = Path(__file__).parents[3] / "examples/pocket-moe", tmp_path / "draft"
+    shutil.copytree(pocket / "speculators/0", draft)
+    config = json.loads((draft / "config.json").read_text())
+    (draft / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 512}))
+    _preflight(pocket / "model", max_model_len=512, **_drafts(draft))
+    for values in ({}, {"max_model_len": 600}, {"max_model_len": 600, "device": "cuda"}):
+        with pytest.raises(ConfigError, match="--max-model-len 512"):
+            _preflight(pocket / "model", TWO, **values, **_drafts(draft))
 
 
 def test_more_workers_than_gpus_are_refused_unless_they_may_share(folder: Path) -> None:
