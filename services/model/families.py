@@ -76,7 +76,10 @@ def _check(spec: ModelSpec, config: ConfigFile) -> None:
         f'"hidden_size" {width} is not divisible by "num_attention_heads" {heads}, and "head_dim" is not given',
     )
     demand(heads % kv_heads == 0, f'"num_attention_heads" {heads} is not divisible by "num_key_value_heads" {kv_heads}')
-    demand(spec.head_dim % 2 == 0, f'"head_dim" {spec.head_dim} is odd; rotary embeddings need an even one')
+    demand(
+        spec.latent is not None or spec.head_dim % 2 == 0,
+        f'"head_dim" {spec.head_dim} is odd; rotary embeddings need an even one',
+    )
     demand(
         spec.top_k <= spec.num_experts,
         f'"num_experts_per_tok" {spec.top_k} is more than the {spec.num_experts} experts there are',

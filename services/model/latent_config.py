@@ -21,6 +21,8 @@ from services.model.ropeconfig import softmax_factor
 from services.model.spec import LatentSpec, ModelSpec, RouterSpec
 
 EndTokens = tuple[int, ...]
+MAX_RANK, MAX_SIZE = 512, 576
+"""Numbers of a latent that :mod:`moe_kernels.paged_latent.op` takes, at most: of which values are made, and all."""
 
 
 def deepseek_v3(config: ConfigFile, eos: EndTokens) -> ModelSpec:
@@ -126,9 +128,15 @@ def _latent(config: ConfigFile, *, plain: int = 128, value: int = 128, query_ran
     for key, size in (("head_dim", rotated), ("qk_head_dim", plain + rotated)):
         if config.optional_count(key, default=size) != size:
             raise config.wrong(key, f"{size}, as qk_rope_head_dim and qk_nope_head_dim have it", config.values[key])
+    rank = config.count("kv_lora_rank", default=512)
+    if rank > MAX_RANK or rank + rotated > MAX_SIZE:
+        raise UnsupportedModel(
+            f"{config.path}: kv_lora_rank {rank} with qk_rope_head_dim {rotated} is not supported.",
+            hint=f"Supported are latents of at most {MAX_RANK} numbers, and {MAX_SIZE} with those that are rotated.",
+        )
     direct = config.values.get("q_lora_rank", query_rank) is None
     return LatentSpec(
-        rank=config.count("kv_lora_rank", default=512),
+        rank=rank,
         rotated=rotated,
         plain=plain,
         value=config.count("v_head_dim", default=value),

@@ -74,6 +74,7 @@ def _qwen(
     top_k: int,
     renormalise: bool,
 ) -> ModelSpec:
+    refuse_others(config, "attn_output_gate", True)
     bias = config.flag("attention_bias", default=False)
     spec = build(
         config,

@@ -81,7 +81,7 @@ def _yarn(scaling: ConfigFile, theta: float, original: int, max_position: int) -
     if theta <= 1:
         raise scaling.wrong("rope_theta", "more than 1", theta)
     factor = scaling.number("factor", default=max_position / original)
-    mscale, mscale_all_dim = scaling.optional_number("mscale"), scaling.optional_number("mscale_all_dim")
+    mscale, mscale_all_dim = (_temperature_key(scaling, key) for key in ("mscale", "mscale_all_dim"))
     attention_factor = scaling.optional_number("attention_factor")
     if attention_factor is None:
         if mscale and mscale_all_dim:
@@ -108,8 +108,13 @@ def softmax_factor(config: ConfigFile) -> float:
         scaling = config.section("rope_parameters")
     if scaling.text("rope_type", "type", default="default") == "default":
         return 1.0
-    mscale = scaling.optional_number("mscale_all_dim") if scaling.values.get("mscale_all_dim") != 0 else None
+    mscale = _temperature_key(scaling, "mscale_all_dim")
     return 1.0 if mscale is None else _temperature(scaling.number("factor"), mscale) ** 2
+
+
+def _temperature_key(scaling: ConfigFile, key: str) -> float | None:
+    """Return the number under ``key``; 0 is none, as DeepSeek writes it."""
+    return None if scaling.values.get(key) == 0 else scaling.optional_number(key)
 
 
 def _temperature(factor: float, mscale: float) -> float:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from services.errors import CheckpointError
 from services.model.configfile import CONFIG
+from services.model.entry_names import OTHER_PARTS, TEXT_PARTS
 from services.model.expert_format import Kind
 from services.model.header import FLOATS, TensorEntry
 from services.model.names import LM_HEAD, TensorNames, dense_shapes, expert_shapes, is_mtp, linear_shapes
@@ -200,7 +201,11 @@ class _Finder:
 
 
 def aliases(module: str, family: str) -> list[str]:
-    """Return the names that tools have for ``module``: those of transformers' own modules may differ (Mixtral)."""
+    """Return the names that tools have for ``module``: those of transformers' own modules may differ (Mixtral), and
+    files of multimodal families name the text part."""
+    if family in TEXT_PARTS:
+        begin, instead = TEXT_PARTS[family]
+        return [module, *([begin + module.removeprefix(instead)] if module.startswith(instead) else ())]
     if not TensorNames(family).like_mixtral:
         return [module]
     own = _MIXTRAL.sub(lambda found: found[1] + _PARTS[found[2]], module)
@@ -229,7 +234,9 @@ def _check_names(quantisation: Quantisation, folder: Path, spec: ModelSpec) -> N
     known = {part for name in names for part in prefixes(name)}
     known.update(whole for name in names for whole in fused_names(name))
     budget = Budget()
-    left = [name for name in quantisation.left if not is_mtp(name, spec)]
+    others = OTHER_PARTS.get(spec.family)
+    named = (name for name in quantisation.left if others is None or not f"{name}.".startswith(others))
+    left = [name for name in named if not is_mtp(name, spec)]
     missing = [name for name in left if not _names_any(name, quantisation.match, known, budget)]
     wrong = [name for name in missing if _is_path(name) or _is_empty(name)]
     if not missing or (len(missing) < len(left) and not wrong):

@@ -14,7 +14,7 @@ from services.model.held_experts import expert_bytes
 from services.model.held_linears import dense_bytes
 from services.model.names import EMBED, dense_shapes, expert_shapes
 from services.model.spec import ModelSpec
-from services.model.state_room import STATES_PER_SEQUENCE
+from services.model.state_room import FIRST_SLOT, STATES_PER_SEQUENCE
 from services.placement import Batch, DoesNotFit, Gpus, Kernels, Link, Mode, Shapes, choose_mode
 from services.placement.planning.exchange_cost import Cost, Nodes, Rows, exchange_cost
 from services.placement.planning.layer_times import ACTIVATION_BYTES
@@ -111,9 +111,11 @@ def usual_kind(spec: ModelSpec) -> str:
 
 
 def kv_bytes(spec: ModelSpec, given: Namespace) -> float:
-    """Return the bytes of a request's keys and values, in whole blocks, and of its recurrent states."""
+    """Return the bytes of a request's keys and values, in whole blocks, and of its recurrent states, which take half of
+    that memory at most."""
     pages = spec.kv_bytes(ACTIVATION_BYTES) * _BLOCK * math.ceil(given.context / _BLOCK)
-    return float(pages + STATES_PER_SEQUENCE * spec.state_bytes)
+    states = STATES_PER_SEQUENCE * spec.state_bytes
+    return float(max(pages, states) + states)
 
 
 def inside(given: Namespace) -> Link:
@@ -208,9 +210,10 @@ def _memory(spec: ModelSpec, given: Namespace, mode: Mode) -> Memory:
     apart = 0.0 if mode.choice == "colocated" else share
     room = 0.0 if apart > _usable(given) else max(0.0, _usable(given) - held)
     kv_gib = int(room / 2**30)
+    nobodys = 2 * FIRST_SLOT * spec.state_bytes  # and as much that is no state
     return Memory(
         weights=held,
         expert_weights=apart,
         kv_gib=kv_gib,
-        requests=int(kv_gib * 2**30 / kv_bytes(spec, given)),
+        requests=max(0, int((kv_gib * 2**30 - nobodys) / kv_bytes(spec, given))),
     )

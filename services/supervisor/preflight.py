@@ -14,7 +14,7 @@ from pathlib import Path
 
 from services.attention.setup.batch_size import BatchSize, batch_size
 from services.attention.setup.capacity import USUAL_KV_GIB, Capacity, capacity
-from services.attention.setup.recurrent import beside_states
+from services.attention.setup.recurrent import beside_states, state_bytes_beside
 from services.attention.setup.supported import check_supported
 from services.config import Settings
 from services.errors import ConfigError
@@ -131,9 +131,10 @@ def preflight(settings: Settings, find: Callable[[], Gpus] = find_gpus) -> Previ
     check_supported(settings, spec, on_cpu=on_cpu)
     draft = _draft(settings, spec)
     size = _batch(settings, None if on_cpu else min(gpus.memory)) if gpus.memory or on_cpu else None
+    seqs = size.max_num_seqs if size is not None else 0
     size, kv_gib = _cache(settings, spec, size, on_cpu=on_cpu)
     kv_bytes = sum(model.kv_bytes(_BYTES[dtype]) for model in (spec, draft) if model is not None)
-    blocks, room = _room(settings, spec, kv_bytes, kv_gib)
+    blocks, room = _room(settings, spec, kv_bytes, kv_gib, seqs)
     if draft is not None:
         longest = settings.max_model_len or (spec.max_position if room is None else room.max_model_len)
         check_context(draft, _draft_folder(settings), longest)
@@ -203,12 +204,13 @@ def _batch(settings: Settings, gpu_bytes: int | None) -> BatchSize:
 
 
 def _room(
-    settings: Settings, spec: ModelSpec, kv_bytes: int, memory_gib: float | None
+    settings: Settings, spec: ModelSpec, kv_bytes: int, memory_gib: float | None, seqs: int
 ) -> tuple[int | None, Capacity | None]:
     """Return the KV blocks and what they hold; None where the worker measures its GPU first.
 
     Args:
         kv_bytes: what keys and values of a token take.
+        seqs: of a batch, before states are counted.
 
     Raises:
         ConfigError: the length that was asked for does not fit, or never can.
@@ -222,6 +224,7 @@ def _room(
         block_bytes=block_bytes,
         asked=asked,
         max_position=spec.max_position,
+        beside=lambda pages: state_bytes_beside(spec, seqs, pages, asked=settings.max_num_seqs is not None),
     )
     return blocks, found if blocks else None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from services.errors import ConfigError
@@ -23,8 +24,19 @@ class Capacity:
     lowered: bool
 
 
-def capacity(*, kv_blocks: int, block_size: int, block_bytes: int, asked: int | None, max_position: int) -> Capacity:
+def capacity(
+    *,
+    kv_blocks: int,
+    block_size: int,
+    block_bytes: int,
+    asked: int | None,
+    max_position: int,
+    beside: Callable[[int], int] = lambda _: 0,
+) -> Capacity:
     """Return the capacity of ``kv_blocks`` for a model of ``max_position`` positions; ``asked`` is --max-model-len.
+
+    Args:
+        beside: what else a KV cache of so many bytes has in its memory, in bytes.
 
     Raises:
         ConfigError: ``asked`` is more than the model or the KV blocks allow.
@@ -38,8 +50,8 @@ def capacity(*, kv_blocks: int, block_size: int, block_bytes: int, asked: int | 
     if asked is not None and asked > kv_tokens:
         raise ConfigError(
             f"--max-model-len {asked} does not fit: {kv_blocks} KV blocks of {block_size} hold {kv_tokens} tokens.",
-            hint=f"Give --kv-memory-gib {gib_for(asked, block_size, block_bytes):g}, or lower --max-model-len to at "
-            f"most {kv_tokens}.",
+            hint=f"Give --kv-memory-gib {gib_for(asked, block_size, block_bytes, beside):g}, or lower --max-model-len "
+            f"to at most {kv_tokens}.",
         )
     max_model_len = min(asked or max_position, kv_tokens)
     return Capacity(
@@ -50,13 +62,14 @@ def capacity(*, kv_blocks: int, block_size: int, block_bytes: int, asked: int | 
     )
 
 
-def gib_for(tokens: int, block_size: int, block_bytes: int) -> float:
+def gib_for(tokens: int, block_size: int, block_bytes: int, beside: Callable[[int], int] = lambda _: 0) -> float:
     """Return the GiB of a KV cache for ``tokens``, rounded up so that it can be given as --kv-memory-gib.
 
     >>> gib_for(100, 16, 1 << 20)
     0.007
     """
-    return math.ceil(-(-tokens // block_size) * block_bytes / 2**30 * 1000) / 1000
+    pages = -(-tokens // block_size) * block_bytes
+    return math.ceil((pages + beside(pages)) / 2**30 * 1000) / 1000
 
 
 def credit(*, kv_tokens: int, max_num_seqs: int) -> tuple[int, int]:

@@ -23,7 +23,7 @@ from services.attention.setup.memory_plan import (
     graphs_demand,
     left_to_cache,
 )
-from services.attention.setup.recurrent import beside_states
+from services.attention.setup.recurrent import beside_states, state_bytes_beside
 from services.attention.setup.worker_plan import Asked, Measured, WorkerPlan, crowd, fitting
 from services.config import Settings
 from services.fabric.link import ExpertLink
@@ -78,6 +78,7 @@ class Fitting:
         """
         settings, shape = self.settings, self._shape()
         usual, size = USUAL_KV_GIB if settings.kv_memory_gib is None else settings.kv_memory_gib, self.size()
+        seqs, asked = size.max_num_seqs, settings.max_num_seqs is not None
         if settings.kv_blocks is None:
             size, usual = self._beside_states(size, usual)
         blocks = settings.kv_blocks or blocks_within(
@@ -89,6 +90,7 @@ class Fitting:
             block_bytes=shape.block_bytes,
             asked=settings.max_model_len,
             max_position=self.spec.max_position,
+            beside=lambda pages: state_bytes_beside(self.spec, seqs, pages, asked=asked),
         )
         size = crowd(size, self._asked(), room)
         return WorkerPlan(

@@ -55,7 +55,7 @@ class WorkerPlan:
             f"contexts of up to {room.max_model_len:,} tokens",
         ]
         if self.state_bytes:
-            each = self.state_bytes // (STATES_PER_SEQUENCE * size.max_num_seqs + FIRST_SLOT)
+            each = self.state_bytes // _states(size)
             parts.insert(1, f"recurrent states {gib(self.state_bytes)} GiB, {each / 1e6:.3g} MB each")
         if self.measured is not None:
             parts.insert(0, self._gpu(self.measured))
@@ -99,13 +99,19 @@ def fitting(size: BatchSize, asked: Asked, measured: Measured, shape: KVShape, m
         asked=asked.max_model_len,
         max_position=max_position,
     )
+    planned = crowd(size, asked, room)
     return WorkerPlan(
         room=room,
-        size=crowd(size, asked, room),
+        size=planned,
         kv_bytes=blocks * shape.block_bytes,
         measured=measured,
-        state_bytes=measured.demand.states,
+        state_bytes=measured.demand.states * _states(planned) // _states(size),
     )
+
+
+def _states(size: BatchSize) -> int:
+    """Return how many recurrent states there are with such steps, where a model has some."""
+    return STATES_PER_SEQUENCE * size.max_num_seqs + FIRST_SLOT
 
 
 def crowd(size: BatchSize, asked: Asked, room: Capacity) -> BatchSize:

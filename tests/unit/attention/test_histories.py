@@ -49,7 +49,7 @@ def _scribbled() -> Iterator[None]:
 
 def cache(blocks: int, block_size: int) -> KVCache:
     """Without layers, and with tokens of others in its slots."""
-    spec: Any = SimpleNamespace(layers=(), kv_shape=(2, 1, 1), kv_bytes=lambda _: 0)
+    spec: Any = SimpleNamespace(layers=(), recurrent_layers=(), kv_shape=(2, 1, 1), kv_bytes=lambda _: 0)
     kv = KVCache(spec, num_blocks=blocks, block_size=block_size, dtype=torch.float32, device=CPU)
     kv.token_ids_S.random_(V)
     return kv

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ from testkit.models.checkpoints import save_checkpoint
 from unit.attention.test_fit import MadeUpGpu
 
 from services.attention.setup import fit
+from services.attention.setup.batch_size import BatchSize
 from services.attention.setup.build import served_model
 from services.attention.setup.fit import Fitting
-from services.attention.setup.memory_plan import GIB
+from services.attention.setup.memory_plan import GIB, Demand, GpuMemory, KVShape, Share
+from services.attention.setup.worker_plan import Asked, Measured, WorkerPlan, fitting
 from services.config import Settings
 from services.errors import ConfigError
 from services.model.load_spec import load_spec
@@ -83,6 +86,24 @@ def test_what_states_take_is_not_the_kv_caches(folder: Path) -> None:
     assert any("recurrent layers: 0.0149 MiB for each state, of which" in line for line in found.lines())
 
 
+@pytest.mark.parametrize("seqs", [None, 18])
+def test_the_memory_that_is_advised_for_a_length_has_room_for_states(
+    folder: Path, tmp_path: Path, seqs: int | None
+) -> None:
+    config = json.loads((folder / "config.json").read_text()) | {"max_position_embeddings": 4096}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    spec = load_spec(tmp_path)
+
+    def given(gib: float) -> WorkerPlan:
+        settings = Settings(model=tmp_path, max_model_len=4000, max_num_seqs=seqs, kv_memory_gib=gib)
+        return Fitting(settings=settings, spec=spec, device=CPU, dtype=torch.float32).given()
+
+    with pytest.raises(ConfigError, match="does not fit") as error:
+        given(0.0022)
+    [advised] = re.findall(r"--kv-memory-gib ([0-9.]+)", str(error.value))
+    assert given(float(advised)).room.max_model_len == 4000
+
+
 def test_blocks_that_are_given_are_beside_states(folder: Path) -> None:
     settings = Settings(model=folder, kv_blocks=12, max_num_seqs=5)
     plan = Fitting(settings=settings, spec=load_spec(folder), device=CPU, dtype=torch.float32).given()
@@ -114,6 +135,22 @@ def test_a_plan_counts_states_beside_pages(folder: Path) -> None:
     from services.planner.estimate import kv_bytes
 
     spec = load_spec(folder)
-    one = kv_bytes(spec, Namespace(context=16))
-    more = kv_bytes(spec, Namespace(context=160))
-    assert one - EACH * spec.state_bytes == (more - EACH * spec.state_bytes) / 10
+    states = EACH * spec.state_bytes
+    assert kv_bytes(spec, Namespace(context=16)) == 2 * states, "half is left to pages, however few there are"
+    one, more = (kv_bytes(spec, Namespace(context=context)) for context in (1600, 16_000))
+    assert one - states == (more - states) / 10
+
+
+def test_states_are_those_of_the_batch_that_the_cache_has_room_for(folder: Path) -> None:
+    states = load_spec(folder).state_bytes
+    found = Measured(
+        memory=GpuMemory(total=80 * GIB, free=78 * GIB, allocated=0),
+        share=Share(utilization=0.9),
+        demand=Demand(activations=60 * GIB, states=(EACH * 512 + FIRST_SLOT) * states),
+    )
+    size = BatchSize(max_num_seqs=512, max_num_batched_tokens=64)
+    asked = Asked(max_model_len=None, max_num_seqs=None)
+    plan = fitting(size, asked, found, KVShape(block_size=16, block_bytes=GIB // 16), 4096)
+    assert 1 < plan.size.max_num_seqs < 512
+    assert plan.state_bytes == (EACH * plan.size.max_num_seqs + FIRST_SLOT) * states
+    assert f"{states / 1e6:.3g} MB each" in plan.line()

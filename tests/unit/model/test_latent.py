@@ -14,10 +14,13 @@ from testkit.models.quantised_checkpoints import quantise
 from testkit.models.quantisers import FORMATS
 from testkit.models.tiny_models import BASE, CONFIGS, DEEPSEEK2, DEEPSEEK3, YARN_ROPE, ServingPath, save_model
 
+from moe_kernels import ArgumentError
+from moe_kernels.paged_latent.op import paged_latent
 from services.errors import CheckpointError, UnsupportedModel
 from services.model import latent_attention, latent_plan
 from services.model.checkpoint import Checkpoint
 from services.model.inputs import DecodeRows, SequenceRows, StepInputs
+from services.model.latent_config import MAX_RANK, MAX_SIZE
 from services.model.latent_plan import LatentPlan, LatentPlanner
 from services.model.load_spec import load_spec
 from services.model.reference import ReferenceModel
@@ -76,6 +79,33 @@ def test_yarn_raises_the_scale_of_the_softmax(tmp_path: Path) -> None:
     assert spec.rope.attention_factor == pytest.approx((0.1 * np.log(4) + 1) / (0.05 * np.log(4) + 1))
 
 
+def test_a_temperature_of_0_is_none(tmp_path: Path) -> None:
+    """As in transformers, and in DeepSeek's own defaults."""
+    specs = [
+        spec_of(tmp_path, DEEPSEEK3, {"rope_scaling": YARN_ROPE | rope})
+        for rope in ({"mscale": 0, "mscale_all_dim": 0.0}, {"mscale": 1.0, "mscale_all_dim": 0}, {})
+    ]
+    assert len({(spec.latent, spec.rope) for spec in specs}) == 1
+
+
+def test_numbers_of_a_key_that_are_not_rotated_may_be_odd(tmp_path: Path) -> None:
+    model = save_model(tmp_path, DEEPSEEK3 | {"qk_nope_head_dim": 13, "v_head_dim": 7, "kv_lora_rank": 15})
+    with torch.no_grad():
+        expected_TV = model(torch.tensor([TOKENS])).logits[0]
+    torch.testing.assert_close(ReferenceModel.load(tmp_path).logits(TOKENS), expected_TV, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(in_pieces(tmp_path, (4, 1, 6)), expected_TV, atol=1e-5, rtol=1e-5)
+
+
+def test_the_longest_latent_is_that_of_the_kernel() -> None:
+    q_SNZ, cache_PBZ = torch.zeros(1, 1, MAX_SIZE), torch.zeros(1, 4, MAX_SIZE)
+    blocks_SM, kv_len_S = torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+    paged_latent(q_SNZ, cache_PBZ, blocks_SM, kv_len_S, rank=MAX_RANK, scale=1.0)
+    with pytest.raises(ArgumentError, match="rank must be at most"):
+        paged_latent(q_SNZ, cache_PBZ, blocks_SM, kv_len_S, rank=MAX_RANK + 1, scale=1.0)
+    with pytest.raises(ArgumentError, match="q must have heads"):
+        paged_latent(torch.zeros(1, 1, MAX_SIZE + 1), cache_PBZ, blocks_SM, kv_len_S, rank=MAX_RANK, scale=1.0)
+
+
 def test_kimi_k2_is_deepseek_v3_by_another_name(tmp_path: Path) -> None:
     model = save_model(tmp_path, DEEPSEEK3 | {"n_group": 1, "topk_group": 1})
     config = json.loads((tmp_path / "config.json").read_text())
@@ -98,6 +128,8 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
     "sigmoid": (DEEPSEEK2, {"scoring_func": "sigmoid"}, ["scoring_func 'sigmoid'"]),
     "groups": (DEEPSEEK2, {"topk_method": "noaux_tc"}, ["topk_method 'noaux_tc'", "group_limited_greedy"]),
     "mlp_bias": (DEEPSEEK2, {"mlp_bias": True}, ["mlp_bias True"]),
+    "long": (DEEPSEEK3, {"kv_lora_rank": 520}, ["kv_lora_rank 520", "qk_rope_head_dim 10", "at most 512 numbers"]),
+    "longer": (DEEPSEEK3, {"kv_lora_rank": 512, "qk_rope_head_dim": 66}, ["kv_lora_rank 512", "576 with those"]),
     "lite": (DEEPSEEK3, {"model_type": "glm4_moe_lite", "first_k_dense_replace": 2}, ["first_k_dense_replace 2"]),
     "sparse": (DEEPSEEK3, {"model_type": "deepseek_v32"}, ['"deepseek_v32" is not supported', "nearest is"]),
 }

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from testkit.models.quantised_checkpoints import configure, quantise
+from testkit.models.quantisers import FORMATS
 from testkit.models.tiny_models import BASE, QWEN3_5, QWEN3_NEXT, save_model
 from unit.model.test_family_options import TOKENS, WEIGHTS, change_tensors, logits, spec_of
 
@@ -48,6 +51,7 @@ def test_bytes_of_pages_and_states() -> None:
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "weights as they are": (QWEN3_5, {"norm_topk_prob": False}, "norm_topk_prob False"),
+    "no gate": (QWEN3_5, {"attn_output_gate": False}, "attn_output_gate False"),
     "activation": (QWEN3_NEXT, {"hidden_act": "gelu"}, 'hidden_act "gelu"'),
     "rope by layer": (
         QWEN3_NEXT,
@@ -177,6 +181,25 @@ def test_experts_of_a_layer_may_lie_in_one_tensor(multimodal: tuple[Path, torch.
     save_file(tensors | {name: tensors[name][:, :-1].clone()}, tmp_path / WEIGHTS)
     with pytest.raises(CheckpointError, match=r"lacks 16 tensors"):
         Checkpoint(tmp_path, load_spec(tmp_path))
+
+
+def test_a_quantised_multimodal_checkpoint(multimodal: tuple[Path, torch.Tensor], tmp_path: Path) -> None:
+    """In FP8 as published: the list of what is left as it is has the names that files have, of images as well."""
+    folder, _ = multimodal
+    part = "model.language_model.layers.0."
+    left = [f"{part}linear_attn.{name}" for name in ("conv1d", "in_proj_a", "in_proj_b")]
+    left += ["lm_head", "model.language_model.embed_tokens", f"{part}mlp.gate", f"{part}mlp.shared_expert_gate"]
+    images = {name.removesuffix(".weight") for name in load_file(folder / WEIGHTS) if name.startswith("model.visual.")}
+    config = FORMATS["fp8-block"].config | {"modules_to_not_convert": [*left, *sorted(images), "mtp.fc"]}
+    skipped = (*left, *images)
+    made = quantise(folder, tmp_path, replace(FORMATS["fp8-block"], config=config, left=skipped))
+    assert f"{part}linear_attn.in_proj_qkv.weight" in made.quantised
+    expected_TV = ReferenceModel.load(made.reference).logits(TOKENS)
+    torch.testing.assert_close(logits(made.folder), expected_TV, atol=EXACT, rtol=EXACT)
+    wrong = {"modules_to_not_convert": [*left, f"{part}linear_attn.in_proj"]}
+    configure(made.folder, FORMATS["fp8-block"].config | wrong)
+    with pytest.raises(CheckpointError, match=r'leaves "model.language_model.layers.0.linear_attn.in_proj" unquant'):
+        Checkpoint(made.folder, load_spec(made.folder))
 
 
 def test_names_of_the_text_part_alone_are_no_others(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from services.attention.setup.remote_link import SHARED_ROWS as SERVERS_ROWS
 from services.cli.main import main
 from services.config import Settings, load_settings, require
 from services.model.load_spec import load_spec
+from services.model.state_room import state_nbytes, state_room
 from services.placement.planning.layer_times import between_points
 from services.planner.estimate import row
 from services.planner.figures import EXPERT_TIMES, SHARED_ROWS, STEP_MARGIN
@@ -549,6 +550,29 @@ def test_what_a_model_of_a_trillion_holds_is_written_out(said: Callable[..., str
     [requests] = re.findall(r"At most ([0-9,]+) requests of 1,024", text)
     gpus = re.findall(r"--layout disaggregated --workers (\d+)", text) or ["16"]
     assert int(requests.replace(",", "")) == int(gpus[0]) * int(int(gib) * 2**30 / (1024 * 70_272))
+
+
+@pytest.mark.parametrize("context", ["1024", "200000"])
+def test_a_worker_has_room_for_the_states_of_the_batch_that_is_recommended(
+    said: Callable[..., str], tmp_path: Path, context: str
+) -> None:
+    """Qwen3.5-35B-A3B, whose states may take half of the memory that pages leave."""
+    shapes = {
+        "model_type": "qwen3_5_moe_text", "hidden_size": 2048, "num_hidden_layers": 40, "num_attention_heads": 16,
+        "num_key_value_heads": 2, "vocab_size": 248_320, "max_position_embeddings": 262_144, "dtype": "bfloat16",
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(shapes))
+    spec, words = load_spec(tmp_path), ("--gpus", "4", "--gpu", "h200", "--context", context)
+    text = said(str(tmp_path), *words)
+    [gib], [seqs] = re.findall(r"--kv-memory-gib (\d+)", text), re.findall(r"--max-num-seqs (\d+)", text)
+    room = state_room(spec, int(seqs), asked=True, memory=int(gib) << 30)
+    [most] = re.findall(r"At most ([0-9,]+) requests?", text)
+    workers = [*re.findall(r"--workers (\d+)", text), "1"][0]
+    each = int(most.replace(",", "")) // int(workers)
+    assert room.max_num_seqs == int(seqs) <= each
+    assert state_room(spec, each, asked=True, memory=int(gib) << 30).max_num_seqs == each
+    pages = each * int(context) * spec.kv_bytes(2) + state_nbytes(spec, each)
+    assert pages <= int(gib) << 30
 
 
 def in_the_readme() -> list[tuple[str, str, str]]:
