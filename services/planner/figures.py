@@ -59,10 +59,14 @@ EXPERT_TIMES = {
     "int8-g128": ((1, 0.68), (2, 0.63), (8, 0.62), (32, 0.84), (128, 1.33), (512, 1.42), (2048, 1.12)),
     "int4-channel": ((1, 0.47), (2, 0.4), (8, 0.39), (32, 0.67), (128, 0.97), (512, 1.24), (2048, 1.06)),
     "int4-g128": ((1, 0.5), (2, 0.41), (8, 0.4), (32, 0.7), (128, 1.04), (512, 1.28), (2048, 1.08)),
+    "fp8-128x128": ((1, 1.22), (1.25, 0.63), (2, 0.58), (8, 0.57), (32, 0.58), (128, 0.8), (512, 0.8)),
+    "mxfp4-g32": ((1, 0.73), (1.5, 0.65), (4, 0.6), (16, 0.63), (64, 1.04), (256, 1.26), (1024, 1.19)),
 }
 """How experts are held -> what a call of them takes over one in bfloat16, by the rows of an expert that is hit: on an
-H200, of Mixtral's, OLMoE's and Qwen3-30B's layers (kernels/bench/results.csv, suite "int4"). Few rows wait for weights,
-and gain; many are bound by arithmetic, for which codes are first made numbers, and lose."""
+H200, of Mixtral's, OLMoE's and Qwen3-30B's layers (kernels/bench/results.csv, suite "int4"), FP8 of Qwen3-30B's and
+MXFP4 of gpt-oss-20b's (suite "formats" and the tile table). Few rows wait for weights, and gain; many are bound by
+arithmetic, for which codes are first made numbers, and lose. FP8 is multiplied as it is from 8 rows on; a single row
+takes a way of its own."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -57,6 +57,10 @@ _PREFILL = (
     "Quantised experts are faster where few rows of a step meet in one expert, as in decode, and slower than 16 bits "
     "from about 100 rows on, as in prefill (docs/models.md)."
 )
+_FP8 = (
+    "FP8 experts are faster than 16 bits where a step has several rows, since rows are rounded to FP8, too; a step "
+    "of one row is slower (docs/kernels.md)."
+)
 _UNMEASURED = "Layers of experts in {} were not measured: times are those of 16 bits, memory is theirs."
 _MIXED = "Most layers of experts are in {}: times are theirs, memory is that of each layer."
 _LARGE_STEPS = f" Steps of more than {SHARED_ROWS} tokens go to experts by NCCL or TCP, not through shared memory."
@@ -245,7 +249,13 @@ def _expert_times(spec: ModelSpec) -> Iterator[str]:
     if usual != spec.experts.label:
         yield _MIXED.format(usual or "16 bits")
     if usual:
-        yield _PREFILL if expert_times(usual) else _UNMEASURED.format(usual)
+        yield _said_of(usual)
+
+
+def _said_of(kind: str) -> str:
+    if not expert_times(kind):
+        return _UNMEASURED.format(kind)
+    return _FP8 if kind.startswith("fp8") else _PREFILL
 
 
 def _title(spec: ModelSpec, settings: Settings, given: Namespace) -> str:

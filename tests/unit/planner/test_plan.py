@@ -437,6 +437,10 @@ def test_a_checkpoint_in_a_form_that_kernels_take_is_counted_so(said: Callable[.
         str(config_of(tmp_path / "fp8", QWEN3_30B | {"quantization_config": {"quant_method": "fp8"}})), "--gpus=1"
     )
     assert "Layers of experts in fp8-channel were not measured: times are those of 16 bits, memory is theirs." in fp8
+    (tmp_path / "blocks").mkdir()
+    blocks = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    text = said(str(config_of(tmp_path / "blocks", QWEN3_30B | {"quantization_config": blocks})), "--gpus=1")
+    assert "FP8 experts are faster than 16 bits where a step has several rows" in text
     assert "61.1 GB in bfloat16;" in said(folder, "--gpus", "1", "--expert-format", "dense")
 
 
@@ -485,7 +489,7 @@ def test_a_cluster_gets_how_linear_layers_are_held_as_a_variable(said: Callable[
 
 
 RESULTS = ROOT / "kernels/bench/results.csv"
-LAYERS = {"mixtral": (8, 2), "olmoe": (64, 8), "qwen3-30b": (128, 8)}
+LAYERS = {"mixtral": (8, 2), "olmoe": (64, 8), "qwen3-30b": (128, 8), "gpt-oss-20b": (32, 4)}
 """Experts, and those of a token."""
 
 
@@ -493,17 +497,18 @@ def test_times_of_formats_are_those_of_the_benchmark() -> None:
     """Each measured point is within 0.3 of what the planner takes between its own, and most are far nearer."""
     measured: dict[tuple[str, int, str], list[float]] = {}
     for line in csv.DictReader(RESULTS.open()):
-        if (line["suite"], line["op"], line["provider"]) == ("int4", "fused_moe", "ours"):
+        if line["suite"] in ("int4", "formats") and (line["op"], line["provider"]) == ("fused_moe", "ours"):
             measured.setdefault((line["shape"], int(line["rows"]), line["dtype"]), []).append(float(line["p50_us"]))
     names = {"int8": "int8-g128", "int8_channel": "int8-channel", "int4": "int4-g128", "int4_channel": "int4-channel"}
+    names |= {"fp8": "fp8-128x128", "mxfp4": "mxfp4-g32"}
     off = []
     for (shape, rows, dtype), times in measured.items():
-        if dtype in names:
+        if dtype in names and (shape, rows, "bf16") in measured:
             experts, chosen = LAYERS[shape]
             hit = experts * (1 - (1 - chosen / experts) ** rows)
             ratio = median(times) / median(measured[shape, rows, "bf16"])
             off.append(abs(between_points(EXPERT_TIMES[names[dtype]], rows * chosen / hit) - ratio))
-    assert len(off) == 84
+    assert len(off) == 84 + 3 + 1
     assert max(off) < 0.3
     assert median(off) < 0.06
 
