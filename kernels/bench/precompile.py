@@ -21,7 +21,7 @@ from bench.case import activation_dtype, make
 from bench.providers import PROVIDERS
 from bench.shapes import LayerShape
 
-COMPILED: Final = ("ours", "ours_rounded", "vllm", "vllm_fp8")
+COMPILED: Final = ("ours", "ours_weight_only", "vllm", "vllm_fp8", "vllm_mxfp4")
 """Providers whose kernels are compiled as they are first called."""
 
 

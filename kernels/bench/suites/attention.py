@@ -8,7 +8,6 @@ Legend: as in :mod:`bench.attention_case`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from typing import Final
 
@@ -18,11 +17,10 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from bench.attention_case import AttentionCase, Heads, Lengths
-from bench.bank import poison
-from bench.measuring import WRONG, Settings, release
+from bench.measuring import Settings, release
 from bench.providers.base import Unsupported
 from bench.results import Row
-from bench.suites.modules import timed
+from bench.suites.checked import checked
 from bench.timing import Call
 from moe_kernels.paged_attention.op import paged_attention
 from moe_kernels.paged_decode.op import paged_decode
@@ -80,28 +78,9 @@ def _measure(shape: Heads, name: str, lengths: Lengths, settings: Settings) -> I
             shape=f"{shape.name} {context.partition(' batch')[0]}", rows=lengths.total, dtype=dtype,
             floor_us=case.floor_us,
         )  # fmt: skip
-        yield _checked(case, build, row, settings)
+        yield checked(case, build, row, settings)
     del case
     release(settings)
-
-
-def _checked(case: AttentionCase, build: Function, row: Row, settings: Settings) -> Row:
-    """Timed, if its output is right."""
-    off: list[float] = []
-
-    def prepared() -> Call:
-        call = build(case)
-        poison(case.device)
-        out = call(0)
-        assert isinstance(out, Tensor)
-        off.append(case.deviation(out))
-        if not off[0] <= WRONG[row.dtype]:
-            raise ValueError(f"wrong: deviates by {off[0]:.3g} from float32, allowed {WRONG[row.dtype]:g}")
-        return call
-
-    with torch.no_grad():
-        done = timed(prepared, row, settings, graph=True, copies=case.copies)
-    return replace(done, deviation=off[0] if off else None)
 
 
 def _ours(case: AttentionCase) -> Call:

@@ -8,18 +8,16 @@ bytes per second are its positions x 1,152 over its time in bfloat16; FlashMLA's
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Final
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from bench.bank import poison
 from bench.latent_case import LatentCase, Latents
-from bench.measuring import WRONG, Settings, release
+from bench.measuring import Settings, release
 from bench.results import Row
-from bench.suites.modules import timed
+from bench.suites.checked import checked
 from bench.timing import Call
 
 SHAPES: Final = (
@@ -53,28 +51,9 @@ def _measure(shape: Latents, lengths: tuple[int, ...], settings: Settings) -> It
             suite=settings.suite, op="latents.decode", provider=provider, shape=f"{shape.name} context {lengths[0]}",
             rows=len(lengths), dtype=dtype, floor_us=case.floor_us,
         )  # fmt: skip
-        yield _checked(case, build, row, settings)
+        yield checked(case, build, row, settings)
     del case
     release(settings)
-
-
-def _checked(case: LatentCase, build: Function, row: Row, settings: Settings) -> Row:
-    """Timed, if its output is right."""
-    off: list[float] = []
-
-    def prepared() -> Call:
-        call = build(case)
-        poison(case.device)
-        out = call(0)
-        assert isinstance(out, Tensor)
-        off.append(case.deviation(out))
-        if not off[0] <= WRONG[row.dtype]:
-            raise ValueError(f"wrong: deviates by {off[0]:.3g} from float32, allowed {WRONG[row.dtype]:g}")
-        return call
-
-    with torch.no_grad():
-        done = timed(prepared, row, settings, graph=True, copies=case.copies)
-    return replace(done, deviation=off[0] if off else None)
 
 
 def _ours(case: LatentCase) -> Call:
