@@ -23,7 +23,7 @@ def draft_spec(folder: Path, served: ModelSpec, served_folder: Path) -> ModelSpe
     """Return the spec of the model in ``folder``, which drafts for that in ``served_folder``. Reads no weights.
 
     Raises:
-        ConfigError: there is no model, or one with other tokens.
+        ConfigError: there is no model, or one with other tokens, or whose layers cannot draft.
         CheckpointError, UnsupportedModel: it is damaged or not supported.
     """
     if not (folder / CONFIG).is_file():
@@ -38,6 +38,12 @@ def draft_spec(folder: Path, served: ModelSpec, served_folder: Path) -> ModelSpe
             f"The draft model {folder} has {spec.vocab_size:,} tokens, and the served model has "
             f"{served.vocab_size:,}: a draft would mean another token.",
             hint=_ANOTHER,
+        )
+    if spec.recurrent_layers:
+        raise ConfigError(
+            f'The draft model {folder} ("{spec.family}") has {len(spec.recurrent_layers)} recurrent layers, whose '
+            "state cannot go back behind a draft that is rejected.",
+            hint='Set "model" of --speculative-config to a model of another family, or use {"method": "ngram"}.',
         )
     _check_tokenizers(folder, served_folder)
     return spec

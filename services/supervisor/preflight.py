@@ -170,12 +170,20 @@ def preflight(settings: Settings, find: Callable[[], Gpus] = find_gpus) -> Previ
 
 
 def _draft(settings: Settings, spec: ModelSpec) -> ModelSpec | None:
-    """Return the spec of the model that drafts, if there is one. Raises ConfigError: it cannot draft for this one."""
+    """Return the spec of the model that drafts, if there is one, with how its experts are held.
+
+    Raises:
+        ConfigError: it cannot draft for this one.
+        CheckpointError: it is damaged or not supported.
+    """
     assert settings.model is not None, "checked before"
     config = settings.speculation
     if config is None or config.model is None:
         return None
-    return draft_spec(_draft_folder(settings), spec, settings.model)
+    folder = _draft_folder(settings)
+    draft = draft_spec(folder, spec, settings.model)
+    stored = StoredKinds(*tensor_entries(folder, draft))
+    return dataclasses.replace(draft, experts=held_experts(draft, "auto", stored, folder))
 
 
 def _draft_folder(settings: Settings) -> Path:

@@ -222,7 +222,6 @@ def load_draft(served: ServedModel, progress: Progress) -> LoadedDraft | None:
     return served.draft.load(
         dtype=served.dtype,
         device=served.device,
-        products=served.products,
         progress=progress,
         source=served.weights,
     )

@@ -16,7 +16,7 @@ from services.fabric.local import LocalLink
 from services.model.dense import DenseModel
 from services.model.draft_spec import check_context, draft_spec
 from services.model.experts import ExpertShard
-from services.model.products import Products
+from services.model.products import FastestProducts
 from services.model.progress import Progress
 from services.model.spec import ModelSpec
 from services.model.weight_source import WeightSource
@@ -56,17 +56,21 @@ class Draft:
         *,
         dtype: torch.dtype,
         device: torch.device,
-        products: Products,
         progress: Progress,
         source: WeightSource,
     ) -> LoadedDraft:
-        """Read its weights. Raises CheckpointError."""
-        spec = self.spec
+        """Read its weights. Raises CheckpointError.
+
+        Its rows are multiplied as is fastest, with ``--batch-invariant`` too: no answer depends on the bits of a draft,
+        and its experts may be quantised."""
+        spec, products = self.spec, FastestProducts()
         dense = load_dense(self.folder, spec, dtype=dtype, device=device, progress=progress, source=source)
         link = LocalLink({}, num_experts=0)
         if spec.moe_layers:
             experts = load_experts(self.folder, spec, dtype=dtype, device=device, progress=progress, source=source)
-            shard = ExpertShard(experts, num_experts=spec.num_experts, products=products)
+            shard = ExpertShard(
+                experts, num_experts=spec.num_experts, products=products, activation=spec.expert_activation
+            )
             link = LocalLink(shard.by_layer(), num_experts=spec.num_experts)
         log.info("drafts are made by %s in %s", spec.family, self.folder)
         return LoadedDraft(draft=self, model=DenseModel(spec, dense, products), link=link)

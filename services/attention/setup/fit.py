@@ -141,7 +141,7 @@ class Fitting:
             )
         return Demand(
             activations=peak + experts,
-            graphs=graphs_demand(peak, captured=captured),
+            graphs=graphs_demand(peak, captured=captured, models=len(self._models)),
             exchange=exchange,
             states=state_nbytes(spec, size.max_num_seqs),
         )

@@ -17,7 +17,7 @@ beyond it belongs to other processes, whose memory is no part of this worker's s
 SPARE_BYTES = GIB // 2
 """Memory that stays free although the share would allow its use: libraries allocate at their first call."""
 GRAPHS_BYTES = GIB // 2
-"""Memory of all CUDA graphs besides their pool: nodes and their arguments."""
+"""Memory of all CUDA graphs of a model besides their pool: nodes and their arguments."""
 MIN_KV_TOKENS = 2048
 """A smaller KV cache serves nobody: the worker does not start, unless the model's context is shorter, too."""
 MAX_UTILIZATION = 0.98
@@ -100,10 +100,10 @@ class KVShape:
         return -(-tokens // self.block_size)
 
 
-def graphs_demand(activations: int, *, captured: bool) -> int:
-    """Return the bytes of CUDA graphs, if there are any. They share one pool, which may have to be as large as the
-    activations of the largest step, and which steps that run without a graph do not use."""
-    return activations + GRAPHS_BYTES if captured else 0
+def graphs_demand(activations: int, *, captured: bool, models: int = 1) -> int:
+    """Return the bytes of CUDA graphs of so many models, if there are any. They share one pool, which may have to be as
+    large as the activations of the largest step, and which steps that run without a graph do not use."""
+    return activations + models * GRAPHS_BYTES if captured else 0
 
 
 def exchange_demand(rows: int, *, hidden: int, slots: int, itemsize: int, peers: int) -> int:

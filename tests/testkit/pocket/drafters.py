@@ -7,7 +7,6 @@ import torch
 from services.attention.setup.drafts import Draft, LoadedDraft
 from services.config.speculation import SpeculativeConfig
 from services.model.load_spec import load_spec
-from services.model.products import FastestProducts
 from services.model.progress import NoProgress
 from services.model.weight_source import FromCheckpoint
 from testkit.pocket.answers import POCKET
@@ -16,8 +15,7 @@ from testkit.pocket.answers import POCKET
 def pocket_draft(number: int, device: torch.device, dtype: torch.dtype) -> LoadedDraft:
     folder = POCKET / "speculators" / str(number)
     draft = Draft(folder=folder, spec=load_spec(folder, drafts=True))
-    products = FastestProducts()
-    return draft.load(dtype=dtype, device=device, products=products, progress=NoProgress(), source=FromCheckpoint())
+    return draft.load(dtype=dtype, device=device, progress=NoProgress(), source=FromCheckpoint())
 
 
 def pocket_config(number: int, drafts: int, branches: int = 1) -> SpeculativeConfig:

@@ -18,7 +18,7 @@ from services.attention.kv_cache import KVCache, block_bytes
 from services.attention.service import AttentionService
 from services.attention.setup import fit
 from services.attention.setup.batch_size import BatchSize
-from services.attention.setup.fit import Fitting, announce
+from services.attention.setup.fit import TOKEN_ID_BYTES, Fitting, announce
 from services.attention.setup.measure import NoExperts, Prompts, activations
 from services.attention.setup.memory_plan import GIB, GRAPHS_BYTES, exchange_demand, experts_demand
 from services.config import Settings
@@ -108,11 +108,15 @@ def test_without_settings_the_rest_of_the_gpu_is_the_kv_cache(tiny: TinyModel) -
 
 @pytest.mark.usefixtures("gpu")
 def test_a_draft_model_has_its_part_of_a_gpu(tiny: TinyModel) -> None:
-    """A second cache with as many blocks, which keeps the ids of its tokens, too, and weights."""
+    """A second cache with as many blocks, which keeps the ids of its tokens, too, weights, and graphs of its own."""
     alone = fitted(tiny, max_num_batched_tokens=64)
     both = dataclasses.replace(alone, draft=alone.spec)
     plans = [fitting.plan(tiny.parts.model, tiny.link()) for fitting in (alone, both)]
-    assert plans[1].room.kv_blocks == plans[0].room.kv_blocks // 2
+    measured = [plan.measured for plan in plans]
+    graphs = [0 if found is None else found.demand.graphs for found in measured]
+    assert graphs == [1000 + GRAPHS_BYTES, 1000 + 2 * GRAPHS_BYTES]
+    each = block_bytes(alone.spec, block_size=16, dtype=torch.float32) + 16 * TOKEN_ID_BYTES
+    assert plans[1].room.kv_blocks == pytest.approx((plans[0].room.kv_blocks - GRAPHS_BYTES / each) / 2, abs=1)
     weights = alone._weights()
     assert both._weights() == 2 * weights
     elsewhere = dataclasses.replace(both, settings=Settings(layout="colocated", workers=2))

@@ -148,6 +148,7 @@ def test_only_a_contexts_worth_of_foreign_memory_counts_as_ones_own() -> None:
 def test_what_steps_need_besides_is_added_up() -> None:
     assert DEMAND.total == 6 * GIB
     assert graphs_demand(GIB, captured=True) == GIB + GRAPHS_BYTES
+    assert graphs_demand(GIB, captured=True, models=2) == GIB + 2 * GRAPHS_BYTES
     assert graphs_demand(GIB, captured=False) == 0
     assert exchange_demand(10, hidden=4, slots=2, itemsize=2, peers=3) == 2 * 3 * 10 * (2 * 4 * 2 + 2 * 8)
     assert experts_demand(10, hidden=4, width=3, slots=2, itemsize=2) == 10 * 2 * (9 + 4) * 2

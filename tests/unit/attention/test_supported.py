@@ -13,7 +13,8 @@ from services.attention.setup.supported import check_supported
 from services.config import load_settings
 from services.errors import ConfigError
 from services.model.load_spec import load_spec
-from services.supervisor.preflight import Gpus, preflight
+from services.supervisor.gpus import Gpus
+from services.supervisor.preflight import preflight
 
 
 def options(folder: Path, branches: int) -> list[str]:
