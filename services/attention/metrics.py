@@ -104,9 +104,9 @@ class StepObserver:
         for seconds in durations.prefills:
             self._metrics.prefill_time.observe(seconds)
         for seconds in durations.draftings:
-            self._metrics.drafting.observe(seconds)
+            self._metrics.draft_steps.labels("drafting").observe(seconds)
         for seconds in durations.verifications:
-            self._metrics.verification.observe(seconds)
+            self._metrics.draft_steps.labels("verification").observe(seconds)
         for step in durations.exchanges:
             dispatch, combine = self._exchanges_of(step.transport)
             dispatch.observe(step.dispatch_s)

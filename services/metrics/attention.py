@@ -82,12 +82,10 @@ class WorkerMetrics:
         )
         self.draft_tokens = counter("draft_tokens_total", "Tokens drafted and verified: rows added to steps.")
         self.accepted_tokens = counter("accepted_draft_tokens_total", "Drafted tokens that were accepted.")
-        self.drafting = series.histogram(
-            "drafting_seconds", "Time of making a step's drafts, before it.", buckets=SHORT_BUCKETS_S
-        )
-        self.verification = series.histogram(
-            "verification_seconds",
-            "Time of a step with drafts, without that of making them.",
+        self.draft_steps = series.histogram(
+            "draft_step_seconds",
+            "Time of a step with drafts: drafting (making them, before it), verification (the rest of it).",
+            Label("part", values=("drafting", "verification")),
             buckets=STEP_BUCKETS_S,
         )
         self.drafting_failures = counter(

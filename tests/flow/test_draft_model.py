@@ -68,7 +68,7 @@ def test_sampled_answers_of_sixty_four_streams_stay_the_same(tmp_path: Path, num
         assert asyncio.run(_answers(server, "auto")) == plain
         until(lambda: _accepted(server) > 0, "drafts were accepted")
         assert server.metric("expertmesh_preemptions_total") > before
-        for seen in ("prefix_cache_hit_tokens_total", "prefill_chunks_total", "drafting_seconds_count"):
+        for seen in ("prefix_cache_hit_tokens_total", "prefill_chunks_total", "draft_step_seconds_count"):
             assert server.metric(f"expertmesh_{seen}") > 0
         assert server.metric("expertmesh_drafting_failures_total") == 0
 

@@ -208,8 +208,7 @@ _STEP = Row(
                 act="drafting that takes as long as verifying: the draft model is large for this one. Where it does "
                 "not gain, drafting ends by itself.",
             ),
-            Query(expr=quantile(0.5, "drafting_seconds"), legend="drafting"),
-            Query(expr=quantile(0.5, "verification_seconds"), legend="verifying"),
+            Query(expr=quantile(0.5, "draft_step_seconds", by="part"), legend="{{part}}"),
         ),
         lines(
             Says(
