@@ -14,7 +14,7 @@ from moe_kernels.tiles import Entry, load
 
 H200 = "NVIDIA H200"
 LIMIT = 227 * 1024
-WEIGHT_BYTES = {"bf16": 2.0, "fp16": 2.0, "fp32": 4.0, "int8": 1.0, "int4": 0.5, "any": 2.0}
+WEIGHT_BYTES = {"bf16": 2.0, "fp16": 2.0, "fp32": 4.0, "int8": 1.0, "int4": 0.5, "fp8": 1.0, "mxfp4": 0.5, "any": 2.0}
 LARGE = [
     entry
     for file in ("NVIDIA_H200.json", "default.json")
@@ -26,8 +26,8 @@ LARGE = [
 def asked(entry: Entry, **changes: Any) -> dict[str, Any]:
     gated = entry.op == "large.in" and dict(entry.shape).get("gated", 2) == 2
     row_bytes = 4 if entry.dtype == "fp32" else 2
-    # Integer weights that are not swapped have been written out before.
-    swapped = entry.tiles["SWAP"] or not entry.dtype.startswith("int")
+    # Quantised weights that are not swapped have been written out before.
+    swapped = entry.tiles["SWAP"] or not entry.dtype.startswith(("int", "fp8", "mxfp4"))
     return {
         "block_m": entry.tiles["BLOCK_M"],
         "matrices": 1 + gated,
