@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -28,6 +29,11 @@ class SpeculativeConfig(BaseModel):
     prompt_lookup_max: int | None = Field(None, ge=1, le=16)
     model: str | None = Field(None, min_length=1)
     """The folder of the model that drafts."""
+
+    @property
+    def folder(self) -> Path | None:
+        """Where the model that drafts lies, if there is one."""
+        return None if self.model is None else Path(self.model).expanduser()
 
     @property
     def shortest(self) -> int:

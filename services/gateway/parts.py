@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator
 from typing import Literal
 
@@ -27,9 +28,8 @@ class Parts:
 
     def at(self, place: int, length: int) -> tuple[PartKind, int]:
         """Returns of what kind the text at ``place`` is, and where that part ends, in a text of ``length``."""
-        ends = [*self._begins[1:], length]
-        number = next((number for number, end in enumerate(ends) if place < end), len(ends) - 1)
-        return self._kinds[number], ends[number]
+        after = bisect_right(self._begins, place)
+        return self._kinds[after - 1], self._begins[after] if after < len(self._begins) else length
 
     def of(self, kind: PartKind, length: int) -> Iterator[tuple[int, int]]:
         """Yields begin and end of each part that is ``kind``, in a text of ``length``."""

@@ -16,7 +16,7 @@ from services.attention.setup.batch_size import BatchSize, batch_size
 from services.attention.setup.capacity import USUAL_KV_GIB, Capacity, capacity
 from services.attention.setup.recurrent import beside_states, state_bytes_beside
 from services.attention.setup.supported import check_supported
-from services.config import Settings
+from services.config import DenseFormat, ExpertFormat, Settings
 from services.errors import ConfigError
 from services.model.draft_spec import check_context, draft_spec
 from services.model.held_experts import check_slices, expert_bytes, held_experts, kept_on_cpu
@@ -129,20 +129,18 @@ def preflight(settings: Settings, find: Callable[[], Gpus] = find_gpus) -> Previ
     _check_gpus(settings, gpus)
     on_cpu = device == "cpu"
     check_supported(settings, spec, on_cpu=on_cpu)
-    draft = _draft(settings, spec)
+    folder = None if settings.speculation is None else settings.speculation.folder
+    draft = None if folder is None else _held(draft_spec(folder, spec, settings.model), folder, "auto", "dense")
     size = _batch(settings, None if on_cpu else min(gpus.memory)) if gpus.memory or on_cpu else None
     seqs = size.max_num_seqs if size is not None else 0
     size, kv_gib = _cache(settings, spec, size, on_cpu=on_cpu)
     kv_bytes = sum(model.kv_bytes(_BYTES[dtype]) for model in (spec, draft) if model is not None)
     blocks, room = _room(settings, spec, kv_bytes, kv_gib, seqs)
-    if draft is not None:
+    if draft is not None and folder is not None:
         longest = settings.max_model_len or (spec.max_position if room is None else room.max_model_len)
-        check_context(draft, _draft_folder(settings), longest)
+        check_context(draft, folder, longest)
     tokenizer_file(settings.model)
-    stored = StoredKinds(*tensor_entries(settings.model, spec))
-    held = held_experts(spec, settings.held_experts, stored, settings.model)
-    linears = held_linears(spec, settings.dense_format, stored)
-    spec = dataclasses.replace(spec, experts=held, linears=linears)
+    spec = _held(spec, settings.model, settings.held_experts, settings.dense_format)
     if settings.layout == "lockstep":
         check_slices(spec, settings.expert_slices)
     experts = sum(map(math.prod, expert_shapes(spec).values()))
@@ -154,8 +152,8 @@ def preflight(settings: Settings, find: Callable[[], Gpus] = find_gpus) -> Previ
         dtype=dtype,
         parameters=experts + dense,
         expert_parameters=experts,
-        expert_format=held.label,
-        linear_format=linears.label,
+        expert_format=spec.experts.label,
+        linear_format=spec.linears.label,
         weight_bytes=dense_bytes(spec, _BYTES[dtype]) + expert_nbytes + _draft_bytes(draft, _BYTES[dtype]),
         kept_bytes=kept_on_cpu(spec, dtype) + linears_kept_on_cpu(spec, dtype) if device == "cpu" else 0,
         room=room,
@@ -169,26 +167,16 @@ def preflight(settings: Settings, find: Callable[[], Gpus] = find_gpus) -> Previ
     )
 
 
-def _draft(settings: Settings, spec: ModelSpec) -> ModelSpec | None:
-    """Return the spec of the model that drafts, if there is one, with how its experts are held.
+def _held(spec: ModelSpec, folder: Path, expert_format: ExpertFormat, dense_format: DenseFormat) -> ModelSpec:
+    """Return ``spec`` with how its experts and its other linear layers are held.
 
     Raises:
-        ConfigError: it cannot draft for this one.
-        CheckpointError: it is damaged or not supported.
+        ConfigError: experts cannot be held so.
+        CheckpointError: the checkpoint is damaged or not supported.
     """
-    assert settings.model is not None, "checked before"
-    config = settings.speculation
-    if config is None or config.model is None:
-        return None
-    folder = _draft_folder(settings)
-    draft = draft_spec(folder, spec, settings.model)
-    stored = StoredKinds(*tensor_entries(folder, draft))
-    return dataclasses.replace(draft, experts=held_experts(draft, "auto", stored, folder))
-
-
-def _draft_folder(settings: Settings) -> Path:
-    assert settings.speculation is not None
-    return Path(settings.speculation.model or "").expanduser()
+    stored = StoredKinds(*tensor_entries(folder, spec))
+    experts = held_experts(spec, expert_format, stored, folder)
+    return dataclasses.replace(spec, experts=experts, linears=held_linears(spec, dense_format, stored))
 
 
 def _draft_bytes(draft: ModelSpec | None, itemsize: int) -> int:

@@ -17,9 +17,6 @@ from services.attention.step.engine import EngineOptions
 from services.fabric.link import ExpertLink
 from services.model.dense import DenseModel
 
-FAILURES = ("not_finite", "error")
-"""Why drafting ended: values that are not finite, an exception."""
-
 
 class ModelDrafter:
     """Makes speculators of ``model``, whose experts, if it has any, are behind ``link`` in this process.

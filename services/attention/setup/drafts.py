@@ -42,10 +42,9 @@ class Draft:
             CheckpointError: it is damaged or not supported.
         """
         config = settings.speculation
-        if config is None or config.model is None:
+        if config is None or (folder := config.folder) is None:
             return None
         assert settings.model is not None, "load_settings requires it of this role"
-        folder = Path(config.model).expanduser()
         spec = draft_spec(folder, served, settings.model)
         if settings.max_model_len is not None:
             check_context(spec, folder, settings.max_model_len)

@@ -60,6 +60,16 @@ KINDS: list[dict[str, Any]] = [
 ]
 
 
+def cramped(*, blocks: int, block_size: int, budget: int, **more: Any) -> dict[str, Any]:
+    """Options of an engine with ``blocks`` KV blocks, in which plots have room, and steps of ``budget`` tokens."""
+    return {
+        "kv_blocks": blocks if block_size > 3 else 60,
+        "block_size": block_size,
+        "max_num_batched_tokens": budget,
+        **more,
+    }
+
+
 class Plot:
     """Requests that come, get cancelled after a token of theirs or replaced by a later attempt, stop, break and raise.
 

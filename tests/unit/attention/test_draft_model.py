@@ -16,7 +16,7 @@ from testkit.gpu.decode_bench import Parts
 from testkit.gpu.recorded_graph import record
 from testkit.models.drafting import Knowing, Same, Truth
 from testkit.models.engines import ask, run, tokens
-from testkit.models.plots import KINDS, Plot
+from testkit.models.plots import KINDS, Plot, cramped
 from torch import Tensor
 
 from services.attention.draft_model.drafter import ModelDrafter
@@ -113,12 +113,7 @@ def test_every_request_gets_the_same_events(
     options_of: MakeParts, touchy: DenseModel, near: Parts, seed: int, blocks: int, block_size: int, seqs: int,
     budget: int, lookahead: str,
 ) -> None:  # fmt: skip
-    options = {
-        "kv_blocks": blocks if block_size > 3 else 60,
-        "block_size": block_size,
-        "max_num_seqs": seqs,
-        "max_num_batched_tokens": budget,
-    }
+    options = cramped(blocks=blocks, block_size=block_size, max_num_seqs=seqs, budget=budget)
     plot = Plot(seed, turns=False)
     expected = plot.play(Engine(clock=lambda: 0, **options_of(model=touchy, **options)))
     engine = TwoModels(near, **options_of(model=touchy, **options, lookahead=lookahead))

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 from testkit.gpu.recorded_graph import record
 from testkit.models.edited import WatchedEdits
-from testkit.models.plots import FATAL, NAN, VOCAB, Plot, Story, all_finite, ask
+from testkit.models.plots import FATAL, NAN, VOCAB, Plot, Story, all_finite, ask, cramped
 from torch import Tensor
 
 from services.attention.sampling import filters
@@ -80,13 +80,7 @@ def engine_of(tiny: Any, touchy: TouchyModel) -> MakeEngine:
 def test_every_request_gets_the_same_events(
     engine_of: MakeEngine, seed: int, blocks: int, block_size: int, seqs: int, budget: int, cache: bool
 ) -> None:
-    options = {
-        "kv_blocks": blocks if block_size > 3 else 60,
-        "block_size": block_size,
-        "max_num_seqs": seqs,
-        "max_num_batched_tokens": budget,
-        "prefix_cache": cache,
-    }
+    options = cramped(blocks=blocks, block_size=block_size, max_num_seqs=seqs, budget=budget, prefix_cache=cache)
     plot = Plot(seed)
     expected = plot.play(engine_of(False, **options))
     assert plot.play(engine_of(True, **options)) == expected
@@ -323,11 +317,7 @@ def test_logits_are_edited_by_all_tokens_before_the_draw(
     engine_of: MakeEngine, tiny: Any, seed: int, blocks: int, block_size: int, budget: int, unsure: bool
 ) -> None:
     plot, witnesses = Plot(seed, EDITING), Witnesses()
-    options = {
-        "kv_blocks": blocks if block_size > 3 else 60,
-        "block_size": block_size,
-        "max_num_batched_tokens": budget,
-    }
+    options = cramped(blocks=blocks, block_size=block_size, budget=budget)
     expected = witnesses.play(plot, engine_of(False, **options))
     link = Unsure(tiny.link(), seed) if unsure else tiny.link()
     assert witnesses.play(plot, engine_of(True, link=link, **options)) == expected

@@ -15,7 +15,7 @@ from testkit.gpu.decode_bench import load
 from testkit.gpu.recorded_graph import record
 from testkit.models.drafting import Always, DraftingEngine, Knowing, Truth, truth_of
 from testkit.models.engines import ask, run, tokens
-from testkit.models.plots import FATAL, KINDS, NAN, Plot, all_finite
+from testkit.models.plots import FATAL, KINDS, NAN, Plot, all_finite, cramped
 
 from services.attention.sequences.plan import Outcome, StepPlan
 from services.attention.sequences.sequence import SequenceState
@@ -46,12 +46,7 @@ def test_every_request_gets_the_same_events(
     options_of: Callable[..., dict[str, Any]], seed: int, blocks: int, block_size: int, seqs: int, budget: int,
     wrong: float, depth: int, lookahead: str,
 ) -> None:  # fmt: skip
-    options = {
-        "kv_blocks": blocks if block_size > 3 else 60,
-        "block_size": block_size,
-        "max_num_seqs": seqs,
-        "max_num_batched_tokens": budget,
-    }
+    options = cramped(blocks=blocks, block_size=block_size, max_num_seqs=seqs, budget=budget)
     plot = Plot(seed, turns=False)
     expected = plot.play(Engine(clock=lambda: 0, **options_of(**options)))
     speculator = Knowing(truth_of(expected), seed, wrong)
